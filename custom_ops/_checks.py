@@ -168,7 +168,9 @@ def _check_packed_weight(
     _check_shape(f"{name}_scales", scales, f"{axes} / G]", (*rows, groups))
     if zero_points is not None:
         _check_dtype(f"{name}_zero_points", zero_points, (torch.int8,))
-        _check_shape(f"{name}_zero_points", zero_points, f"{axes} / G]", (*rows, groups))
+        one_each = (rows[0], 1, 1)
+        if tuple(zero_points.shape) != one_each:
+            _check_shape(f"{name}_zero_points", zero_points, f"{axes} / G]", (*rows, groups))
 
 
 def check_trainable(x: Tensor, w1: Tensor) -> None:

@@ -93,7 +93,7 @@ def experts_packed(
         w2: Bytes ``[E, D, H / 2]`` int8.
         w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16.
         w2_scales: ``[E, D, H / G]`` in ``w1_scales``' dtype.
-        w1_zero_points: ``[E, F, D / G]`` int8, or None: 8.
+        w1_zero_points: ``[E, F, D / G]`` int8, or ``[E, 1, 1]``; None: 8.
         w2_zero_points: ``[E, D, H / G]`` int8, given where ``w1_zero_points`` is.
         b1: ``[E, F]`` in x's dtype, or None.
         b2: ``[E, D]`` in x's dtype, or None.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,15 +61,29 @@ def encoding_of(weight_format: str) -> Encoding:
     return ENCODINGS[weight_format]
 
 
+class PackedWeight(NamedTuple):
+    """The tensors that store one weight of all experts; see :func:`custom_ops.experts_packed`.
+
+    Attributes:
+        values: ``[E, N, B]`` int8, the bytes.
+        scales: ``[E, N, K / G]``.
+        zero_points: ``[E, N, K / G]`` int8, or ``[E, 1, 1]``; None for the format's default.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class PackedMatrices:
     """The matrices ``[E, N, K]`` of one weight, read as a tensor of them is: ``w[expert]``.
 
     Attributes:
         encoding: How they are packed.
-        values: ``[E, N, B]`` int8, the bytes.
-        scales: ``[E, N, K / G]``.
-        zero_points: ``[E, N, K / G]`` int8, or None for the format's default.
+        values: As those of :class:`PackedWeight`.
+        scales: See there.
+        zero_points: See there.
         dtype: Dtype of a matrix once it is decoded, that of a product's operands.
     """
 

@@ -105,7 +105,8 @@ def unpacked(
     scales = scales.double().repeat_interleave(group, -1)
     zeros = torch.full_like(scales, 8)
     if zero_points is not None:
-        zeros = zero_points.double().repeat_interleave(group, -1)
+        zeros = zero_points.expand(*scales.shape[:-1], -1).double()
+        zeros = zeros.repeat_interleave(scales.shape[-1] // zeros.shape[-1], -1)
     codes = torch.stack([values.long() % 16, values.long() // 16 % 16], -1).flatten(-2)
     return {"int4": (codes - zeros) * scales}[weight_format]
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dynamo_moe.offloading import offload
     from dynamo_moe.operators.functions import FunctionOp, op_from_function
     from dynamo_moe.operators.registration import register_op
+    from dynamo_moe.quantization import QuantizationReport, quantize
     from dynamo_moe.tolerances import Tolerance
     from dynamo_moe.training import TrainingReport, export_training
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
@@ -44,6 +45,9 @@ __all__ = [
     # Upcycling
     "upcycle",
     "UpcyclingReport",
+    # Packed experts
+    "quantize",
+    "QuantizationReport",
     # Experts in host memory
     "offload",
     # Opening checkpoints
@@ -86,6 +90,8 @@ _HOME = {
     "ConversionReport": "conversion",
     "upcycle": "conversion.upcycling",
     "UpcyclingReport": "conversion.upcycling",
+    "quantize": "quantization",
+    "QuantizationReport": "quantization",
     "offload": "offloading",
     "open_checkpoint": "weights.checkpoints",
     "open_tensors": "weights.checkpoints",

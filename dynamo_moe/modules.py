@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import custom_ops
+from custom_ops.expert_weights import ExpertWeights
+from dynamo_moe import packed_experts
 
 
 class ConvertedModule(nn.Module, ABC):
@@ -24,7 +25,18 @@ class ConvertedModule(nn.Module, ABC):
 
     @abstractmethod
     def experts_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the experts' parameters by their path; the router's are not among them."""
+        """Returns the experts' parameters by their path; the router's are not among them.
+
+        None where the experts are packed.
+        """
+
+    def experts_weights(self) -> ExpertWeights:
+        """Returns the experts' weights as the operators take them, where they are not packed.
+
+        Raises:
+            NotImplementedError: If the class has none that can be packed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no experts_weights to be packed")
 
 
 class ParameterCache:
@@ -67,8 +79,8 @@ class DroplessMoE(ConvertedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``[..., D]`` in x's dtype for tokens ``[..., D]``."""
-        return custom_ops.dropless(
-            x, self.router.weight, self.w1.mT, self.b1, self.w2.mT, self.b2, self.top_k,
+        return packed_experts.dropless(
+            self, self.experts_weights, x, self.router.weight, top_k=self.top_k,
             activation=self.activation,
         )  # fmt: skip
 
@@ -77,12 +89,19 @@ class DroplessMoE(ConvertedModule):
         parameters = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
         return {name: value for name, value in parameters.items() if value is not None}
 
+    def experts_weights(self) -> ExpertWeights:
+        """Returns views of the weights."""
+        return ExpertWeights(self.w1.mT, self.b1, self.w2.mT, self.b2)
+
     def extra_repr(self) -> str:
         """Sizes and options, for ``print(model)``."""
+        options = f"top_k={self.top_k}, activation={self.activation!r}"
+        if packed_experts.of(self) is not None:
+            return options
         experts, width, hidden = self.w1.shape
         return (
-            f"experts={experts}, top_k={self.top_k}, width={width}, hidden={hidden}, "
-            f"activation={self.activation!r}, experts_dtype={self.w1.dtype}"
+            f"experts={experts}, width={width}, hidden={hidden}, {options}, "
+            f"experts_dtype={self.w1.dtype}"
         )
 
 
@@ -120,9 +139,8 @@ class InputScaledMoE(ConvertedModule):
         logits_TE = nn.functional.linear(x_TD, self.router.weight)
         values_TK, ids_TK = logits_TE.topk(self.top_k, dim=-1)
         weights_TK = values_TK.float().sigmoid().to(values_TK.dtype)
-        w1, w2 = self.experts.gate_up_proj, self.experts.down_proj
-        y_TD = custom_ops.experts(
-            x_TD, ids_TK, weights_TK, w1.mT, None, w2.mT, None,  # type: ignore[arg-type]
+        y_TD = packed_experts.experts(
+            self, self.experts_weights, x_TD, ids_TK, weights_TK,
             activation=self.activation, gated=True, weight_on_input=True,
         )  # fmt: skip
         return self.shared_expert(x_TD) + y_TD, logits_TE
@@ -130,6 +148,12 @@ class InputScaledMoE(ConvertedModule):
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns ``experts.gate_up_proj`` and ``experts.down_proj``."""
         return {f"experts.{name}": value for name, value in self.experts.named_parameters()}
+
+    def experts_weights(self) -> ExpertWeights:
+        """Returns views of the weights."""
+        w1: Any = self.experts.gate_up_proj
+        w2: Any = self.experts.down_proj
+        return ExpertWeights(w1.mT, None, w2.mT, None)
 
 
 class TopOneMoE(ConvertedModule):
@@ -166,13 +190,17 @@ class TopOneMoE(ConvertedModule):
         logits_BLE = nn.functional.linear(x.float(), self.router.weight.float(), bias)
         weights_BL1, ids_BL1 = logits_BLE.softmax(dim=-1).to(x.dtype).max(dim=-1, keepdim=True)
         if self.capacity is not None:
-            chosen_BLE = nn.functional.one_hot(ids_BL1.squeeze(-1), self.w1.shape[0])
+            chosen_BLE = nn.functional.one_hot(ids_BL1.squeeze(-1), logits_BLE.shape[-1])
             turn_BL1 = chosen_BLE.cumsum(dim=-2).gather(-1, ids_BL1)
             ids_BL1 = ids_BL1.where(turn_BL1 <= self.capacity, -1)
-        return custom_ops.experts(
-            x, ids_BL1, weights_BL1, self.w1, None, self.w2, None, activation=self.activation
+        return packed_experts.experts(
+            self, self.experts_weights, x, ids_BL1, weights_BL1, activation=self.activation
         )
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns ``w1`` and ``w2``."""
-        return {"w1": self.w1, "w2": self.w2}
+        return {} if packed_experts.of(self) else {"w1": self.w1, "w2": self.w2}
+
+    def experts_weights(self) -> ExpertWeights:
+        """Returns the weights."""
+        return ExpertWeights(self.w1, None, self.w2, None)

@@ -54,7 +54,8 @@ _FACTORY = (
     "[cyan]dynamo-moe export my_models.swin:build swin.onnx --shape 1,3,224,224 --verify[/]\n\n"
     "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --experts-dtype float16[/]\n\n"
     "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --dynamic ids:1=sequence[/]\n\n"
-    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --experts-dtype float16[/]"
+    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --experts-dtype float16[/]\n\n"
+    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --quantize int4 --group 128[/]"
 )
 def export(
     model: Annotated[
@@ -116,6 +117,17 @@ def export(
             "[cyan]bfloat16[/].",
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Round the experts' weights to a packed format: [cyan]int4[/].",
+        ),
+    ] = None,
+    group: Annotated[
+        int,
+        typer.Option(metavar="N", help="With --quantize: values of a row that share a scale."),
+    ] = 32,
     hf: Annotated[
         bool,
         typer.Option(
@@ -245,6 +257,7 @@ def export(
                 module, args = _load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
             _convert(console, module, args, conversion, strict, outcome)
+            outcome.quantization = _quantize(console, module, quantize, group)
             outcome.exported = exported = _export(
                 console, module, args, target_file, options, mute=mute
             )
@@ -252,6 +265,7 @@ def export(
                 with _named_finally(outcome, exported, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
+                        _quantize(console, module, quantize, group)
                     report = outcome.verification = _verify(console, target_file, module, None)
                     _check(report)
 
@@ -294,12 +308,14 @@ class _Outcome:
     Attributes:
         conversion: None if the model was not loaded.
         unmerged: One line about weights that are not merged, or nothing.
+        quantization: None if it was not asked for.
         exported: None if nothing was written.
         verification: None if it was not asked for, or did not finish.
     """
 
     conversion: dynamo_moe.ConversionReport | None = None
     unmerged: str = ""
+    quantization: dynamo_moe.QuantizationReport | None = None
     exported: dynamo_moe.ExportReport | None = None
     verification: dynamo_moe.VerificationReport | None = None
 
@@ -322,6 +338,7 @@ class _Outcome:
         if as_json:
             plain: dict[str, Any] = self.exported.to_dict() if self.exported else {}
             plain["conversion"] = self.conversion.to_dict()
+            plain["quantization"] = self.quantization and self.quantization.to_dict()
             plain["verification"] = self.verification and self.verification.to_dict()
             print_json({**plain, "error": error})
         elif not quiet:
@@ -329,6 +346,8 @@ class _Outcome:
             console.print(self.conversion)
             if self.unmerged:
                 console.print(Text(self.unmerged), soft_wrap=True)
+            if self.quantization:
+                console.print(Text(str(self.quantization)), soft_wrap=True)
             for report in filter(None, (self.exported, self.verification)):
                 console.print(report)
 
@@ -394,6 +413,15 @@ def _convert(
             f"converted: {unconverted.listing(report.unrecognised)}; {ADAPTER_PAGE} "
             "says how to convert them"
         )
+
+
+def _quantize(
+    console: Console, module: nn.Module, weight_format: str | None, group: int
+) -> dynamo_moe.QuantizationReport | None:
+    if weight_format is None:
+        return None
+    with step(console, f"Rounding the experts to {weight_format}"):
+        return dynamo_moe.quantize(module, weight_format, group=group)
 
 
 def _open_checkpoint(console: Console, folder: Path, dtype: torch.dtype | None) -> nn.Module:

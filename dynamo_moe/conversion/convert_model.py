@@ -7,6 +7,7 @@ adapter recognises are replaced by what it builds, and all other layers are iden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrize
 from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.convert_layers import convert_layers
 from dynamo_moe.conversion.locate_layers import locate_layers
+from dynamo_moe.conversion.packing import converted_layers, experts_parameters, keep_packed
 from dynamo_moe.conversion.registry import convert_by_adapters, matching_adapters
 from dynamo_moe.conversion.reports import ConversionReport, Replacement, Unrecognised
 from dynamo_moe.evaluation import check_model
@@ -56,8 +58,8 @@ def convert(
             are any.
         kwargs: An example of its keyword arguments, likewise.
         experts_dtype: Cast the experts' weights to this dtype, also those of modules converted
-            before; the routers keep theirs. For inference: in training a module's own forward
-            computes, which may not take them.
+            before; the routers keep theirs. Weights that a checkpoint has packed are decoded. For
+            inference: in training a module's own forward computes, which may not take them.
         fallback: The way to compute experts of transformers' models that ``torch.ops.moe`` cannot:
             another implementation registered there, such as ``"batched_mm"``, which can be
             exported. None: they stay as they are.
@@ -97,6 +99,8 @@ def convert(
     outcomes += layers
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
+    else:
+        outcomes = _noted(outcomes, keep_packed(model))
     if outcomes:
         order = {path: position for position, (path, _) in enumerate(modules)}
         outcomes.sort(key=lambda outcome: order.get(outcome.module, 0))
@@ -143,25 +147,29 @@ def _is_around(path: str, outcomes: list[Replacement | Unrecognised]) -> bool:
     return any(f"{outcome.module}.".startswith(prefix) for outcome in replaced)
 
 
+def _noted(
+    outcomes: list[Replacement | Unrecognised], packed: Mapping[str, str]
+) -> list[Replacement | Unrecognised]:
+    """Returns the outcomes, in which layers whose experts stay packed say so."""
+    return [
+        replace(outcome, notes=(*outcome.notes, f"its experts stay packed ({packed[path]})"))
+        if isinstance(outcome, Replacement) and (path := outcome.module) in packed
+        else outcome
+        for outcome in outcomes
+    ]
+
+
 # --- Casting the experts ---
 
 
 def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the experts' parameters of all converted modules; shared ones stay shared."""
-    converted = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, ConvertedModule) or transformers_experts.is_selected(module)
-    }
+    converted = converted_layers(model)
     for path, module in converted.items():
         _check_not_parametrized(path, module)
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for module in converted.values():
-        if isinstance(module, ConvertedModule):
-            parameters = module.experts_parameters()
-        else:
-            parameters = transformers_experts.experts_parameters(module)
-        for name, parameter in parameters.items():
+        for name, parameter in experts_parameters(module).items():
             if parameter not in cast:
                 cast[parameter] = nn.Parameter(
                     parameter.detach().to(dtype), parameter.requires_grad

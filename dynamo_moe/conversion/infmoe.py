@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import custom_ops
+from custom_ops.expert_weights import ExpertWeights
+from dynamo_moe import packed_experts
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.modules import ConvertedModule
 
@@ -61,8 +62,8 @@ class InfMoELayer(ConvertedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``[..., D]`` in x's dtype for tokens ``[..., D]``."""
-        return custom_ops.dropless(
-            x, self.router_weight, self.w1, None, self.w2, None, 1,
+        return packed_experts.dropless(
+            self, self.experts_weights, x, self.router_weight, top_k=1,
             # The softmax over one logit is 1. Both choose by the product itself.
             scoring="sigmoid" if self.mixes else "topk_softmax", renormalize=False,
             activation="gelu_tanh", gated=True,
@@ -71,10 +72,16 @@ class InfMoELayer(ConvertedModule):
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns ``w1`` and ``w2``."""
-        return {"w1": self.w1, "w2": self.w2}
+        return {} if packed_experts.of(self) else {"w1": self.w1, "w2": self.w2}
+
+    def experts_weights(self) -> ExpertWeights:
+        """Returns the weights."""
+        return ExpertWeights(self.w1, None, self.w2, None)
 
     def extra_repr(self) -> str:
         """Sizes and options, for ``print(model)``."""
+        if packed_experts.of(self) is not None:
+            return f"mixes={self.mixes}"
         experts, width, hidden = self.w2.shape
         return (
             f"experts={experts}, width={width}, hidden={hidden}, mixes={self.mixes}, "

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-import custom_ops
-from dynamo_moe import pytree
+from custom_ops.expert_weights import ExpertWeights
+from dynamo_moe import packed_experts, pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
 from dynamo_moe.conversion.other_arguments import OtherTensor, is_plain
 from dynamo_moe.conversion.own_routing import OwnRouting
@@ -77,7 +77,7 @@ class LayerSpec:
         """
         x = x.movedim(1, -1) if self.channels_first else x
         experts, routing = self.experts, self.routing
-        weights = experts.weights(module) if cache is None else cache.get(experts, module)
+        weights = functools.partial(experts.weights if cache is None else cache.of(experts), module)
         options = asdict(experts.options)
         values = self.return_values()
         builtin = None if any(value.is_routing for value in values) else routing.builtin()
@@ -85,8 +85,8 @@ class LayerSpec:
         if builtin is not None:
             linear, router = builtin
             router_weight, router_bias = linear.parameters(module)
-            keywords = {**weights._asdict(), **asdict(router), **options}
-            y = custom_ops.dropless(x, router_weight, router_bias=router_bias, **keywords)
+            keywords = {"router_bias": router_bias, **asdict(router), **options}
+            y = packed_experts.dropless(module, weights, x, router_weight, **keywords)
         else:
             routed = routing(module, x, others)
             ids, choices = (
@@ -94,7 +94,7 @@ class LayerSpec:
                 value if x.ndim == 2 else value.reshape(*x.shape[:-1], value.shape[-1])
                 for value in (routed.ids, routed.weights)
             )
-            y = custom_ops.experts(x, ids, choices, *weights, **options)
+            y = packed_experts.experts(module, weights, x, ids, choices, **options)
         for shared in self.shared:
             y = y + shared(module, x).view_as(x)
         if self.bias is not None:
@@ -263,6 +263,11 @@ class ConvertedLayer(ConvertedModule):
         call = None if self.training else self._dynamo_moe_spec.call(args, kwargs)
         if call is not None:
             return self._dynamo_moe_spec(self, *call, self._dynamo_moe_weights)
+        if packed_experts.of(self) is not None:
+            raise NotImplementedError(
+                f"the experts of {self._dynamo_moe_original.__name__} are packed: it computes in "
+                "evaluation mode alone, for calls like those that it was compared with"
+            )
         if not self.training:
             warnings.warn(
                 f"{self._dynamo_moe_original.__name__} is called with other arguments, or tokens "
@@ -283,7 +288,13 @@ class ConvertedLayer(ConvertedModule):
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the experts' parameters by their path."""
         names = dict.fromkeys(self._dynamo_moe_spec.experts.parameter_names())
+        if packed_experts.of(self) is not None:
+            return {}
         return {name: self.get_parameter(name) for name in names}
+
+    def experts_weights(self) -> ExpertWeights:
+        """Returns the experts' weights as the operators take them; they may be copies."""
+        return self._dynamo_moe_spec.experts.weights(self)
 
     def kept_weights(self) -> tuple[Tensor, Tensor]:
         """Returns w1 ``[E, F, D]`` and w2 ``[E, D, H]``, which calls without gradients use."""

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import custom_ops
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
+from dynamo_moe import packed_experts
 from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.conversion.equal_layers import layer_key
@@ -104,6 +105,15 @@ def experts_parameters(module: Experts) -> dict[str, nn.Parameter]:
     names = (first, f"{first}_bias", "down_proj", "down_proj_bias")
     attributes = {name: getattr(module, name, None) for name in names}
     return {name: value for name, value in attributes.items() if isinstance(value, nn.Parameter)}
+
+
+def experts_weights(module: Experts) -> ExpertWeights:
+    """Returns the experts' weights as the operators take them: views."""
+    w1, w2 = (getattr(module, name) for name in (_first_weight(module), "down_proj"))
+    if module.is_transposed:
+        w1, w2 = w1.mT, w2.mT
+    b1 = getattr(module, f"{_first_weight(module)}_bias") if module.has_bias else None
+    return ExpertWeights(w1, b1, w2, module.down_proj_bias if module.has_bias else None)
 
 
 def _first_weight(module: Experts) -> str:
@@ -245,12 +255,8 @@ def _forward(
 def _compute(
     module: Experts, options: ExpertOptions, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    w1, w2 = (getattr(module, name) for name in (_first_weight(module), "down_proj"))
-    if module.is_transposed:
-        w1, w2 = w1.mT, w2.mT
-    b1 = getattr(module, f"{_first_weight(module)}_bias") if module.has_bias else None
-    b2 = module.down_proj_bias if module.has_bias else None
-    return custom_ops.experts(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, **vars(options))
+    weights = partial(experts_weights, module)
+    return packed_experts.experts(module, weights, x_TD, ids_TK, weights_TK, **vars(options))
 
 
 def _own_forward(module: Experts) -> Callable[..., Tensor]:

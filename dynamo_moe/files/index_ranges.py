@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes.nodes import EXPERTS
+from dynamo_moe.moe_nodes.nodes import EXPERTS, EXPERTS_PACKED
 
 # The first result of these operators holds elements of their first input, and no others.
 _PASSING = {
@@ -81,7 +81,7 @@ def _indexed(node: ir.Node) -> Iterator[tuple[ir.Value | None, int]]:
     elif not node.domain and node.op_type == "OneHot":
         if (depth := _greatest(node.inputs[1])) is not None:
             yield node.inputs[0], depth
-    elif node.op_type == EXPERTS and "num_experts" in node.attributes:
+    elif node.op_type in (EXPERTS, EXPERTS_PACKED) and "num_experts" in node.attributes:
         yield node.inputs[1], node.attributes.get_int("num_experts", 0)
 
 

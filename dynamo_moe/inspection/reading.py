@@ -29,7 +29,14 @@ from dynamo_moe.inspection.summary import (
     ValueSummary,
     WeightsSummary,
 )
-from dynamo_moe.moe_nodes.nodes import INPUTS, RESIDENT_EXPERTS, SOURCES, is_moe, layer_name
+from dynamo_moe.moe_nodes.nodes import (
+    INPUTS,
+    RESIDENT_EXPERTS,
+    SOURCES,
+    WEIGHT_FORMAT,
+    is_moe,
+    layer_name,
+)
 from dynamo_moe.operators.foreign import foreign_operator
 
 
@@ -121,21 +128,30 @@ def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]
         in_features=number("in_features", width),
         hidden_features=number("hidden_features", w2.dims[-1] if w2 and w2.dims else None),
         activation=str(attributes.get("activation", attributes.get("activation_type", ""))),
-        precision=_dtype(w1.data_type) if w1 else None,
+        precision=_precision(w1, attributes),
         parameters=size.elements,
         bytes=size.bytes,
-        expert_bytes=_expert_bytes(w1, w2, number("num_experts", experts)),
+        expert_bytes=_expert_bytes(tensors, number("num_experts", experts)),
         weights=weights,
         attributes=attributes,
     )
 
 
-def _expert_bytes(
-    w1: onnx.TensorProto | None, w2: onnx.TensorProto | None, experts: int | None
-) -> int | None:
-    if w1 is None or w2 is None or not experts or len(w1.dims) < 3:
+def _precision(w1: onnx.TensorProto | None, attributes: Mapping[str, Any]) -> str | None:
+    if WEIGHT_FORMAT in attributes:
+        return str(attributes[WEIGHT_FORMAT])
+    if "expert_weight_bits" in attributes:
+        return f"{attributes.get('quant_type', 'int')}{attributes['expert_weight_bits']}"
+    return _dtype(w1.data_type) if w1 else None
+
+
+def _expert_bytes(tensors: Mapping[str, onnx.TensorProto], experts: int | None) -> int | None:
+    """Returns the bytes of an expert's w1 and w2, with their scales and zero points."""
+    w1 = tensors.get("w1")
+    if w1 is None or "w2" not in tensors or not experts or len(w1.dims) < 3:
         return None
-    return (_size(w1).bytes + _size(w2).bytes) // experts
+    of_weights = [tensor for role, tensor in tensors.items() if role.startswith(("w1", "w2"))]
+    return sum(_size(tensor).bytes for tensor in of_weights) // experts
 
 
 def _is_offloaded(layer: MoELayer) -> bool:

@@ -65,17 +65,18 @@ class MoELayer:
         name: The layer's place in the model, by the dotted name of ``w1``; else ``node``.
         node: The node's name, or its first output's if it has none.
         domain: ``moe``, ``moe.<configuration>`` or ``com.microsoft``.
-        op_type: ``DroplessMoE``, ``DroplessMoEExperts`` or ``MoE``.
+        op_type: ``DroplessMoE``, ``DroplessMoEExperts``, one of these with ``Packed``, ``MoE`` or
+            ``QMoE``.
         num_experts: Experts, or None if neither attributes nor weights say.
         top_k: Experts per token, or None if the node does not say.
         in_features: Width of a token, or None.
         hidden_features: Hidden width of an expert, or None.
         activation: Name of the activation; empty if the node does not say.
-        precision: dtype of ``w1``, or None if ``w1`` is computed.
+        precision: dtype of ``w1``, or the format in which it is packed; None if it is computed.
         parameters: Elements of the layer's initializers.
         bytes: Their size.
-        expert_bytes: Size of one expert's ``w1`` and ``w2``, which is that of a slot where experts
-            are offloaded; None if they are not in the graph.
+        expert_bytes: Size of one expert's ``w1`` and ``w2``, with their scales, which is that of a
+            slot where experts are offloaded; None if they are not in the graph.
         weights: Input (``w1``, ``router_weight``, …) -> name of its initializer. Inputs that are
             computed are absent.
         attributes: Every attribute that the node sets, under its name in the file.

@@ -226,7 +226,7 @@ def layer_name(w1: str, node: str) -> str:
     >>> layer_name("blocks.0.mlp.w1", "blocks.0.mlp/DroplessMoE")
     'blocks.0.mlp'
     """
-    return w1.rpartition(".")[0] or node
+    return w1.rpartition(".")[0].removesuffix(".packed_experts") or node
 
 
 def module_of(node: ir.Node) -> str:

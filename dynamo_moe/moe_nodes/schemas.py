@@ -69,8 +69,8 @@ _TENSORS = {
     "b2": ("W", "[E, D]."),
     "w1_scales": ("C", "[E, F, D / block_size]."),
     "w2_scales": ("C", "[E, D, H / block_size]."),
-    "w1_zero_points": ("B", "[E, F, D / block_size]."),
-    "w2_zero_points": ("B", "[E, D, H / block_size]."),
+    "w1_zero_points": ("B", "[E, F, D / block_size], or [E, 1, 1]; 8 if absent."),
+    "w2_zero_points": ("B", "[E, D, H / block_size], or [E, 1, 1]; 8 if absent."),
 }
 # What differs where weights are packed.
 _PACKED_TENSORS = {

@@ -11,7 +11,7 @@ import torch
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
 from custom_ops.packed_weights import ENCODINGS
-from custom_ops.weight_formats import SCALES, ZERO_POINTS
+from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import training_body
 from dynamo_moe.moe_nodes.nodes import (
@@ -87,8 +87,7 @@ def _fill(name: str, arguments: Arguments) -> Filling:
     TensorRT for RTX 1.7 refuses an empty name in place of an input.
     """
     if name.endswith(ZERO_POINTS):
-        scales = arguments[name.replace(ZERO_POINTS, SCALES)]
-        return _sizes(scales), ir.DataType.INT8, 8
+        return (_sizes(arguments["w1"])[0], 1, 1), ir.DataType.INT8, 8
     experts, rows, _ = _sizes(arguments["w1"])
     width = _sizes(arguments["w2"])[1]
     of_router = {"router_bias": (experts,), "selection_bias": (experts,)}

@@ -97,7 +97,12 @@ def fuse_routers(program: ExportedProgram) -> None:
     parameters = signature.inputs_to_parameters.keys() | buffers
     writes = [node for node in program.graph.nodes if _may_write(node)]
     known: dict[str, _Router | None] = {}
-    for experts in program.graph.find_nodes(op="call_function", target=_moe.experts.default):
+    found = [
+        node
+        for target in (_moe.experts.default, _moe.experts_packed.default)
+        for node in program.graph.find_nodes(op="call_function", target=target)
+    ]
+    for experts in found:
         part = _part(experts, parameters, writes)
         if part is None:
             continue
@@ -127,13 +132,20 @@ def _fuse(part: _Part, router: _Router) -> None:
         return flat
 
     x, _, _, *parameters = experts.args
-    biases = bias(router.bias), bias(router.selection_bias)
-    experts.target = _moe.dropless.default
-    experts.args = (x, part.weight, *parameters, options.top_k, *biases)
-    experts.kwargs = {
-        **experts.kwargs,
-        **{row.name: getattr(options, row.name) for row in options.rows},
-    }
+    router_bias, selection_bias = bias(router.bias), bias(router.selection_bias)
+    keywords = {row.name: getattr(options, row.name) for row in options.rows}
+    if experts.target is _moe.experts.default:
+        experts.target = _moe.dropless.default
+        experts.args = (x, part.weight, *parameters, options.top_k, router_bias, selection_bias)
+    else:
+        packed, rest = parameters[:4], [*parameters[4:], *[None] * (8 - len(parameters))]
+        zero_points, biases = rest[:2], rest[2:]
+        experts.target = _moe.dropless_packed.default
+        experts.args = (
+            *(x, part.weight, *packed, options.top_k),
+            *(*zero_points, router_bias, *biases, selection_bias),
+        )
+    experts.kwargs = {**experts.kwargs, **keywords}
 
 
 def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:

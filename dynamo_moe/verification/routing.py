@@ -13,7 +13,7 @@ import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import ROUTER_OPTIONS, RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
-from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
+from dynamo_moe.moe_nodes.nodes import INPUTS
 from dynamo_moe.private.pytorch import TorchDispatchMode
 
 
@@ -39,7 +39,7 @@ def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
 def _routing_inputs(layer: metadata.Layer) -> dict[str, str]:
     """Returns the values of the graph that decide the layer's routing, by the inputs' names."""
     inputs = dict(zip(INPUTS[layer.op_type], layer.inputs, strict=False))
-    if layer.op_type == EXPERTS:
+    if "expert_ids" in inputs:
         return {"expert_ids": inputs["expert_ids"]}
     names = ("x", "router_weight", "router_bias", "selection_bias")
     return {name: inputs[name] for name in names if inputs.get(name)}
@@ -76,7 +76,7 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
 
     routing_inputs = _routing_inputs(layer)
     ids = next(iter(routing_inputs.values()))
-    if layer.op_type == DROPLESS:
+    if "router_weight" in routing_inputs:
         options = layer.attributes
         inputs = {
             input_name: add("Cast", value, to=onnx.TensorProto.FLOAT)
@@ -104,6 +104,10 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
     return output
 
 
+# The places of router_bias and selection_bias among the arguments.
+_BIASES = {torch.ops.moe.dropless.default: (7, 8), torch.ops.moe.dropless_packed.default: (9, 12)}
+
+
 class RoutingRecorder(TorchDispatchMode):
     """Records the routing of every MoE operator that runs inside it, except in branches of cond."""
 
@@ -117,11 +121,13 @@ class RoutingRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.moe.experts.default:
+        if func in (torch.ops.moe.experts.default, torch.ops.moe.experts_packed.default):
             self.ids.append(args[1])
-        elif func is torch.ops.moe.dropless.default:
+        elif func in _BIASES:
             tokens, weight, top_k = args[0], args[1], args[6]
-            bias, selection_bias = (*args[7:9], None, None)[:2]
+            bias, selection_bias = (
+                args[place] if place < len(args) else None for place in _BIASES[func]
+            )
             options = RouterOptions(
                 top_k, **{row.name: kwargs.get(row.name, row.default) for row in ROUTER_OPTIONS}
             )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
+from dynamo_moe.weights.quantized import with_decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,9 @@ def open_checkpoint(
     needs them, lazily (:class:`dynamo_moe.weights.lazy_tensors.LazyTensor`). The model can be
     converted and exported, which streams the weights from file to file; it cannot be run.
 
+    Of a quantised checkpoint (compressed-tensors' ``pack-quantized`` with 4 bits) :func:`convert`
+    leaves the experts' bytes as they are; other weights are decoded as they are written.
+
     Args:
         folder: A local folder with ``config.json`` and safetensors files.
         dtype: Floating weights are cast to this as they are written; None: the checkpoint's own.
@@ -54,8 +58,8 @@ def open_checkpoint(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If the files do not hold what the model needs, the checkpoint is quantized, or
-            transformers has no such model.
+        ValueError: If the files do not hold what the model needs, the checkpoint is quantised in a
+            way that is not taken, or transformers has no such model.
         TypeError: If ``dtype`` is not a floating dtype.
         ModuleNotFoundError: If transformers is not installed.
     """
@@ -78,8 +82,13 @@ def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedM
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder} is quantized: its weights would have to be dequantized first")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        try:
+            tensors = with_decoded(tensors, quantization, dtype)
+        except ValueError as error:
+            raise ValueError(f"{folder} is quantised: {error}") from error
+        del config.quantization_config
     name = (config.architectures or [None])[0]
     model_class = getattr(transformers, str(name), None)
     if model_class is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dynamo_moe.private.pytorch import schema_of, wrapper_subclass
+from dynamo_moe.private.pytorch import OpOverload, schema_of, wrapper_subclass
 from dynamo_moe.pytree import tree_map_only
 
 CHUNK_BYTES = 2**23
@@ -209,6 +209,30 @@ def lazy_cast(tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(meta, cast)
 
 
+def computed(
+    function: Callable[..., Tensor],
+    args: Sequence[Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> LazyTensor:
+    """Returns what a function computes of tensors once it is read, which has this shape."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return LazyTensor(meta, _Result(function, tuple(args), {}, None))
+
+
+def origin_of(
+    tensor: Any,
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None] | None:
+    """Returns the operation that makes a lazy tensor, its arguments, and which result it is.
+
+    None for what is not lazy, or lies in a file.
+    """
+    source = tensor._source if isinstance(tensor, LazyTensor) else None
+    if not isinstance(source, _Result):
+        return None
+    return source.function, source.args, source.kwargs, source.index
+
+
 # --- Rows ---
 
 _Rows = Callable[[int, int], Tensor]
@@ -226,6 +250,8 @@ def _row_reader(tensor: Tensor) -> _Rows | None:
     if isinstance(source, Stored):
         return source.rows
     function, (first, *rest) = source.function, source.args
+    if not isinstance(function, OpOverload):
+        return None
     if function is _aten.stack.default and _dimension(tensor, rest) == 0:
         return lambda start, stop: source.of([part.read() for part in first[start:stop]], *rest)
     if function in (_aten.stack.default, _aten.cat.default):

@@ -31,6 +31,23 @@ def test_options_reach_the_export() -> None:
     onnx.checker.check_model("dense.onnx")
 
 
+def test_quantized_experts() -> None:
+    options = ("--shape", "2,5,16", "--quantize", "int4", "--group", "8", "--verify")
+    result = run("export", "models.py", "int4.onnx", *options, "--json", "-q")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["operators"] == {"DroplessMoEPacked": 1}
+    assert [layer["module"] for layer in report["quantization"]["layers"]] == ["mlp"]
+    assert report["verification"]["passed"]
+    for change, message in (
+        (("--group", "7"), "mlp.w1 has rows of 16 values, which group=7 must divide"),
+        (("--quantize", "x"), "weight_format must be one of int4; got 'x'"),
+    ):
+        result = run("export", "models.py", "o.onnx", *options, *change)
+        assert result.exit_code == 1
+        assert message in result.stderr
+
+
 def test_the_body_beside_the_node() -> None:
     for body in ("loop", "unrolled"):
         options = ("--shape", "2,5,16", "--body", body, "--verify", "-q")
@@ -64,7 +81,7 @@ def test_a_failed_export_as_json() -> None:
     report = json.loads(result.stdout)
     assert [each["module"] for each in report.pop("conversion")["replaced"]] == ["mlp"]
     assert report.pop("error").startswith("the model itself fails on the example (x [2, 5, 17] ")
-    assert report == {"verification": None}
+    assert report == {"quantization": None, "verification": None}
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,19 @@ def test_targets_that_have_no_form_of_it(target: Any, tmp_path: Path) -> None:
         dynamo_moe.export(layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target=target)
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True], ids=["as scored", "divided"])
+def test_onnx_runtime_s_own_operator_with_each_router(
+    renormalize: bool, scoring: str, tmp_path: Path
+) -> None:
+    router = {"scoring": scoring, "renormalize": renormalize, "biases": False}
+    model = layer("dropless", group=16, **GATED, **router)
+    dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime")
+    x = tokens(7, 5)
+    (result,) = ort.InferenceSession(tmp_path / "x.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_groups_that_onnx_runtime_s_operator_does_not_take(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="QMoE takes groups of 16 values or more, got 8"):
         dynamo_moe.export(

@@ -68,6 +68,18 @@ def test_the_same_bits_as_decoded(
     assert torch.equal(case(), case.decoded()())
 
 
+@both_ops
+def test_one_zero_point_for_an_expert(op: str) -> None:
+    zero_points = torch.arange(5, 10, dtype=torch.int8).view(5, 1, 1)
+    case = packed_case(op).changed(w1_zero_points=zero_points, w2_zero_points=zero_points)
+    assert torch.equal(case(), case.decoded()())
+    expanded = {
+        f"{name}_zero_points": zero_points.expand(case.packed[f"{name}_scales"].shape).clone()
+        for name in ("w1", "w2")
+    }
+    assert torch.equal(case(), case.changed(**expanded)())
+
+
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 0, 3)], ids=str)
 @both_ops
 def test_few_tokens(op: str, shape: tuple[int, ...]) -> None:

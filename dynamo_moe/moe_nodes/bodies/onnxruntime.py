@@ -40,14 +40,8 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     x_wide_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_wide_TD")
     if config.options.pre_norm != "none":
         x_wide_TD = op.Mul(x_wide_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
-    router = config.router
-    if (
-        router is not None
-        and router.scoring != "sigmoid"
-        and router.group_scoring == "none"
-        and not config.has_selection_bias
-    ):
-        normalize = config.renormalizes or router.scoring == "topk_softmax"
+    if _has_its_router(config):
+        normalize = config.renormalizes or config.router_options.scoring == "topk_softmax"
         logits_TE = logits(op, config, inputs, x_TD)
         y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=normalize)
         factor = op.real("routed_scaling", dtype)
@@ -60,6 +54,16 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     # If MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
     # input while still reading it: wrong numbers. So x is used once more after it.
     return op.Where(op.constant("never", False, ir.DataType.BOOL), x_wide_TD, y_TD, out="y_TD")
+
+
+def _has_its_router(config: BodyConfig) -> bool:
+    """Whether the operator's own router is the layer's."""
+    router = config.router
+    if router is None or router.scoring == "sigmoid" or config.has_selection_bias:
+        return False
+    # On a CPU, QMoE of ONNX Runtime 1.31 divides the weights by their sum whatever it is told.
+    divides = config.shape.weight_format.is_plain or router.scoring == "topk_softmax"
+    return router.group_scoring == "none" and (divides or config.renormalizes)
 
 
 def _moe(
@@ -129,7 +133,8 @@ def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list
         else:
             value = op.Cast(inputs[name], to=ir.DataType.UINT8, out=f"{name}_bytes")
         if name.endswith(ZERO_POINTS):
-            value = _pairs(op, value)
+            shape = op.Shape(inputs[name.replace(ZERO_POINTS, SCALES)], out=f"{name}_shape")
+            value = _pairs(op, op.Expand(value, shape, out=f"{name}_of_groups"))
         return _ordered(op, config, value, name)
 
     names = ONNXRUNTIME_QMOE.inputs[2:]

@@ -1,0 +1,112 @@
+"""The experts of a layer with packed weights, as a module within the layer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+import custom_ops
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.packed_weights import PackedWeight
+from custom_ops.weight_formats import SCALES, ZERO_POINTS
+
+#: The name of the module within a layer.
+NAME = "packed_experts"
+
+_PARTS = ("", SCALES, ZERO_POINTS)
+
+
+class PackedExperts(nn.Module):
+    """Experts whose weights are packed. They have no gradients.
+
+    Args:
+        weight_format: One of :data:`custom_ops.packed_weights.ENCODINGS`.
+        w1: The first product's weight.
+        b1: Its bias ``[E, F]``, or None.
+        w2: The second product's weight.
+        b2: Its bias ``[E, D]``, or None.
+    """
+
+    b1: Tensor | None
+    b2: Tensor | None
+
+    def __init__(
+        self,
+        weight_format: str,
+        w1: PackedWeight,
+        b1: Tensor | None,
+        w2: PackedWeight,
+        b2: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.weight_format = weight_format
+        for name, weight, bias in (("1", w1, b1), ("2", w2, b2)):
+            self.register_buffer(f"w{name}", weight.values)
+            self.register_buffer(f"w{name}{SCALES}", weight.scales)
+            self.register_buffer(f"w{name}{ZERO_POINTS}", weight.zero_points)
+            self.register_buffer(f"b{name}", bias)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        """Computes :func:`custom_ops.experts` with these weights."""
+        return custom_ops.experts_packed(x, ids, weights, **self._tensors(x), **options)
+
+    def dropless(self, x: Tensor, router_weight: Tensor, **options: Any) -> Tensor:
+        """Computes :func:`custom_ops.dropless` with these weights."""
+        return custom_ops.dropless_packed(x, router_weight, **self._tensors(x), **options)
+
+    def extra_repr(self) -> str:
+        """The format, for ``print(model)``."""
+        return f"weight_format={self.weight_format!r}"
+
+    def _tensors(self, x: Tensor) -> dict[str, Any]:
+        biases = {name: getattr(self, name) for name in ("b1", "b2")}
+        return {
+            **{w + part: getattr(self, w + part) for w in ("w1", "w2") for part in _PARTS},
+            **{name: None if b is None else b.to(x.dtype) for name, b in biases.items()},
+            "weight_format": self.weight_format,
+        }
+
+
+def of(layer: nn.Module) -> PackedExperts | None:
+    """Returns a layer's packed experts; None if its weights are not packed."""
+    module = getattr(layer, NAME, None)
+    return module if isinstance(module, PackedExperts) else None
+
+
+def experts(
+    layer: nn.Module,
+    plain: Callable[[], ExpertWeights],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Computes :func:`custom_ops.experts` with a layer's packed experts, or the plain ones."""
+    packed = of(layer)
+    if packed is not None:
+        return packed.experts(x, ids, weights, **options)
+    return custom_ops.experts(x, ids, weights, *plain(), **options)
+
+
+def dropless(
+    layer: nn.Module,
+    plain: Callable[[], ExpertWeights],
+    x: Tensor,
+    router_weight: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Computes :func:`custom_ops.dropless` with a layer's packed experts, or the plain ones."""
+    packed = of(layer)
+    if packed is not None:
+        return packed.dropless(x, router_weight, **options)
+    return custom_ops.dropless(x, router_weight, **plain()._asdict(), **options)
+
+
+def pack(layer: nn.Module, packed: PackedExperts, parameters: list[str]) -> None:
+    """Gives a layer packed experts in the place of parameters, by their paths."""
+    for path in parameters:
+        owner, _, name = path.rpartition(".")
+        layer.get_submodule(owner).register_parameter(name, None)
+    layer.add_module(NAME, packed)

@@ -1,0 +1,182 @@
+"""Checkpoints whose weights are quantised already: their bytes, and what they stand for.
+
+A quantised weight is opened as a lazy tensor that decodes. Whatever prepares a model, such as
+transformers' loader, stacks and orders these as it would plain ones; :func:`packed_weight` then
+does with the packed tensors what was done with the decoded.
+
+Legend: N rows (out), K columns (in) of a matrix, G columns of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops.packed_weights import ENCODINGS, PackedMatrices, PackedWeight
+from dynamo_moe.weights.lazy_tensors import LazyTensor, computed, origin_of
+
+_aten = torch.ops.aten
+# What leaves each value's bits alone.
+_SAME = (
+    _aten.alias.default, _aten.detach.default, _aten.lift_fresh.default, _aten.clone.default,
+    _aten._to_copy.default,
+)  # fmt: skip
+# What moves values, and may move groups of them in the same way.
+_MOVES = (
+    _aten.stack.default, _aten.cat.default, _aten.transpose.int, _aten.permute.default,
+    _aten.t.default, _aten.unsqueeze.default, _aten.select.int,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """From the tensors that store a matrix to the matrix, rounded once."""
+
+    encoding: str
+    dtype: torch.dtype
+
+    def __call__(self, values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Any = None) -> Tensor:
+        zero_points = None if zero_points_NG is None else zero_points_NG[None]
+        values, scales = values_NB[None], scales_NG[None]
+        encoding = ENCODINGS[self.encoding]
+        return PackedMatrices(encoding, values, scales, zero_points, self.dtype)[0]
+
+
+def decoded(
+    encoding: str, weight: PackedWeight, shape: tuple[int, int], dtype: torch.dtype
+) -> LazyTensor:
+    """Returns a matrix ``[N, K]`` that is decoded when it is read."""
+    parts = weight if weight.zero_points is not None else weight[:2]
+    return computed(_Decoding(encoding, dtype), parts, shape, dtype)
+
+
+def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
+    """Returns the format and the packed tensors of a weight ``[E, N, K]``; None if it is plain.
+
+    None also where not all of it is packed in one way, or something was done with the decoded
+    values that cannot be done with packed ones.
+    """
+    leaves: list[tuple[_Decoding, tuple[Tensor, ...]]] = []
+    try:
+        parts = [_remade(tensor, part, leaves) for part in range(3)]
+    except _OtherwiseError:
+        return None
+    kinds = {(decoding.encoding, len(stored)) for decoding, stored in leaves}
+    if len(kinds) != 1:
+        return None
+    ((encoding, count),) = kinds
+    values, scales, *zero_points = parts[:count]
+    *rows, columns = tensor.shape
+    per_byte = ENCODINGS[encoding].per_byte
+    if list(values.shape) != [*rows, columns // per_byte] or list(scales.shape[:-1]) != rows:
+        return None
+    return encoding, PackedWeight(values, scales, *zero_points)
+
+
+class _OtherwiseError(Exception):
+    """A tensor is made otherwise than by moving decoded ones."""
+
+
+def _remade(tensor: Any, part: int, leaves: list[tuple[_Decoding, tuple[Tensor, ...]]]) -> Any:
+    """Returns what the same moves make of the values (0), the scales (1) or the zero points (2)."""
+    function, args, kwargs, index = origin_of(tensor) or (None, (), {}, None)
+    if isinstance(function, _Decoding):
+        leaves.append((function, args))
+        return args[part] if part < len(args) else None
+    if function in _SAME:
+        return _remade(args[0], part, leaves)
+    if function not in _MOVES or index is not None or kwargs:
+        raise _OtherwiseError
+    first, *rest = args
+    if isinstance(first, (list, tuple)):
+        moved: Any = [_remade(each, part, leaves) for each in first]
+        missing = any(each is None for each in moved)
+    else:
+        moved = _remade(first, part, leaves)
+        missing = moved is None
+    return None if missing else function(moved, *rest)
+
+
+# --- Formats of checkpoints ---
+
+
+def with_decoded(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Returns a checkpoint's tensors, in which a decoding one takes the place of packed ones.
+
+    Args:
+        tensors: The checkpoint's, lazy.
+        config: Its ``quantization_config``.
+        dtype: Dtype of the decoded weights; None: that of their scales.
+
+    Raises:
+        ValueError: If the format, or one of its options, is not one of those that are taken, or a
+            tensor does not fit it.
+    """
+    method = config.get("quant_method")
+    if method not in _METHODS:
+        raise ValueError(
+            f"quantization method {method!r} is not taken; {', '.join(_METHODS)} are: load the "
+            "model dequantised by transformers, convert and export that"
+        )
+    return _METHODS[method](tensors, config, dtype)
+
+
+def _compressed_tensors(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """``pack-quantized`` with 4 bits, of https://github.com/vllm-project/compressed-tensors."""
+    if config.get("format") != "pack-quantized":
+        raise ValueError(f"compressed-tensors format {config.get('format')!r} is not taken")
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if kind not in _PACKED_NAMES:
+            result[name] = tensor
+        elif f"{prefix}.weight_packed" not in tensors:
+            raise ValueError(f"{name} has no {prefix}.weight_packed")
+        elif kind == "weight_packed":
+            result[f"{prefix}.weight"] = _int4_of_words(prefix, tensors, dtype)
+    return result
+
+
+_PACKED_NAMES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+
+
+def _int4_of_words(
+    prefix: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> LazyTensor:
+    """Returns the weight of words of eight codes; the codes are those of ``int4``."""
+    if f"{prefix}.weight_g_idx" in tensors:
+        raise ValueError(f"{prefix}.weight_g_idx: groups in another order are not taken")
+    words = tensors[f"{prefix}.weight_packed"]
+    scales = tensors.get(f"{prefix}.weight_scale")
+    if scales is None:
+        raise ValueError(f"{prefix}.weight_packed has no {prefix}.weight_scale")
+    rows, columns = words.shape[0], words.shape[1] * 8
+    groups = scales.shape[1] if scales.ndim == 2 else 0
+    if words.dtype != torch.int32 or scales.shape[0] != rows or not groups or columns % groups:
+        raise ValueError(
+            f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
+            f"{list(scales.shape)} is not packed in 4 bits"
+        )
+    zero_points = tensors.get(f"{prefix}.weight_zero_point")
+    if zero_points is not None:
+        zero_points = computed(_codes_by_column, (zero_points,), (rows, groups), torch.int8)
+    weight = PackedWeight(words.view(torch.int8), scales, zero_points)
+    return decoded("int4", weight, (rows, columns), dtype or scales.dtype)
+
+
+def _codes_by_column(words_RG: Tensor) -> Tensor:
+    """Returns the codes ``[N, G]`` of words ``[N / 8, G]``, eight of which lie in a column."""
+    shifts_8 = torch.arange(0, 32, 4, dtype=torch.int32).view(1, 8, 1)
+    codes_R8G = (words_RG.unsqueeze(1) >> shifts_8) & 15
+    return codes_R8G.flatten(0, 1).to(torch.int8)
+
+
+_METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {"compressed-tensors": _compressed_tensors}
