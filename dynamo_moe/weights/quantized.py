@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,4 +180,149 @@ def _codes_by_column(words_RG: Tensor) -> Tensor:
     return codes_R8G.flatten(0, 1).to(torch.int8)
 
 
-_METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {"compressed-tensors": _compressed_tensors}
+def _gptq(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """GPTQ's and GPTQModel's: ``qweight`` ``[K / 8, N]``, zero points less one but in its v2."""
+    _check_option(config, "bits", (4,))
+    one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
+        rows, columns, groups = qweight.shape[1], qweight.shape[0] * 8, scales.shape[0]
+        zero_points = computed(
+            partial(_codes_by_row, order=_IN_ORDER, added=one),
+            (qzeros,),
+            (rows, groups),
+            torch.int8,
+        )
+        if config.get("desc_act"):
+            order = tensors.get(f"{prefix}.g_idx")
+            if order is None:
+                raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
+            to = dtype or scales.dtype
+            parts = (qweight, zero_points, scales, order)
+            return computed(partial(_regrouped, dtype=to), parts, (rows, columns), to)
+        values = computed(_packed_by_column, (qweight,), (rows, columns // 2), torch.int8)
+        packed = PackedWeight(values, _transposed(scales), zero_points)
+        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
+
+    return _by_words(tensors, weight, depth=8)
+
+
+def _awq(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """AutoAWQ's ``gemm``: ``qweight`` ``[K, N / 8]``, whose words have an order of their own."""
+    _check_option(config, "bits", (4,))
+    _check_option(config, "version", ("gemm", None))
+
+    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
+        rows, columns, groups = scales.shape[1], qweight.shape[0], scales.shape[0]
+        zero_points = computed(
+            partial(_codes_by_row, order=_AWQ_ORDER), (qzeros,), (rows, groups), torch.int8
+        )
+        values = computed(_packed_by_row, (qweight,), (rows, columns // 2), torch.int8)
+        packed = PackedWeight(values, _transposed(scales), zero_points)
+        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
+
+    return _by_words(tensors, weight, depth=1)
+
+
+def _by_words(
+    tensors: Mapping[str, Tensor],
+    weight: Callable[[str, Tensor, Tensor, Tensor], LazyTensor],
+    depth: int,
+) -> dict[str, Tensor]:
+    """Returns tensors in which weights take the place of ``qweight``, ``qzeros`` and ``scales``.
+
+    Args:
+        tensors: The checkpoint's.
+        weight: From a weight's path and these to the weight.
+        depth: Columns of the matrix (in) that a word of ``qweight`` has codes of; its other codes
+            are of other rows.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if f"{prefix}.qweight" not in tensors:
+            if kind in ("qzeros", "g_idx"):
+                raise ValueError(f"{name} has no {prefix}.qweight")
+            result[name] = tensor
+        elif kind == "qweight":
+            for part in ("qzeros", "scales"):
+                if f"{prefix}.{part}" not in tensors:
+                    raise ValueError(f"{name} has no {prefix}.{part}")
+            qzeros, scales = tensors[f"{prefix}.qzeros"], tensors[f"{prefix}.scales"]
+            groups, rows = scales.shape
+            columns = tensor.shape[0] * depth
+            fits = tensor.shape[1] * 8 == rows * depth and columns % max(groups, 1) == 0
+            if not fits or tuple(qzeros.shape) != (groups, rows // 8):
+                raise ValueError(
+                    f"{name}, {list(tensor.shape)}, with scales {list(scales.shape)} and zero "
+                    f"points {list(qzeros.shape)} is not packed in 4 bits"
+                )
+            result[f"{prefix}.weight"] = weight(prefix, tensor, qzeros, scales)
+        elif kind not in ("qzeros", "scales", "g_idx"):
+            result[name] = tensor
+    return result
+
+
+def _check_option(config: Mapping[str, Any], name: str, taken: tuple[Any, ...]) -> None:
+    value = config.get(name)
+    if value not in taken:
+        raise ValueError(f"{config['quant_method']} with {name}={value!r} is not taken")
+
+
+# Which column of eight each 4 bits of a word hold, from the lowest on.
+_IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def _codes_of(words: Tensor, order: tuple[int, ...] = _IN_ORDER) -> Tensor:
+    """Returns the codes ``[..., 8]`` of words of eight."""
+    shifts_8 = torch.arange(0, 32, 4, dtype=torch.int32)
+    codes_8 = (words.unsqueeze(-1) >> shifts_8) & 15
+    return codes_8[..., torch.tensor(order).argsort()].to(torch.uint8)
+
+
+def _codes_by_row(words_GR: Tensor, order: tuple[int, ...], added: int = 0) -> Tensor:
+    """Returns the codes ``[N, G]`` of words ``[G, N / 8]``."""
+    codes_NG = _codes_of(words_GR, order).flatten(1).t() + added
+    return codes_NG.to(torch.int8).contiguous()
+
+
+def _packed_by_column(words_RN: Tensor) -> Tensor:
+    """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``: those of each row's words."""
+    return words_RN.t().contiguous().view(torch.int8)
+
+
+def _packed_by_row(words_KR: Tensor) -> Tensor:
+    """Returns the bytes ``[N, K / 2]`` of AWQ's words ``[K, N / 8]``."""
+    codes_NK = _codes_of(words_KR, _AWQ_ORDER).flatten(1).t()
+    return (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).contiguous().view(torch.int8)
+
+
+def _regrouped(
+    words_RN: Tensor, zero_points_NG: Tensor, scales_GN: Tensor, group_K: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Returns the decoded ``[N, K]`` of GPTQ with columns in the order of their activations."""
+    codes_NK = _codes_of(words_RN).permute(1, 0, 2).flatten(1).float()
+    group_K = group_K.long()
+    zeros_NK = zero_points_NG.float().index_select(1, group_K)
+    return ((codes_NK - zeros_NK) * scales_GN.float().t().index_select(1, group_K)).to(dtype)
+
+
+def _transposed(scales_GN: Tensor) -> LazyTensor:
+    groups, rows = scales_GN.shape
+    return computed(_contiguous_t, (scales_GN,), (rows, groups), scales_GN.dtype)
+
+
+def _contiguous_t(scales_GN: Tensor) -> Tensor:
+    return scales_GN.t().contiguous()
+
+
+_METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}

@@ -1,0 +1,170 @@
+"""GPTQ's and AWQ's checkpoints: the same codes, in words of another order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dynamo_moe
+from dynamo_moe.weights.checkpoints import load_checkpoint
+from dynamo_moe.weights.quantized import packed_weight, with_decoded
+from packed_checkpoints import arguments, decompressed, language_model, token_ids
+
+GROUP, ROWS, COLUMNS = 32, 48, 128
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Packs eight codes of the last axis to a word, one after the other."""
+    *lead, last = codes.shape
+    eights = codes.reshape(*lead, last // 8, 8).astype(np.uint32)
+    packed = np.zeros(eights.shape[:-1], np.uint32)
+    for place, column in enumerate(order):
+        packed |= eights[..., column] << np.uint32(4 * place)
+    return torch.from_numpy(packed.view(np.int32).copy())
+
+
+def parts(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> dict[str, np.ndarray]:
+    """Returns codes ``[N, K]``, zero points and scales ``[N, K / G]``, and what they stand for."""
+    random = np.random.default_rng(seed)
+    groups = (rows, columns // GROUP)
+    codes, zeros = random.integers(0, 16, (rows, columns)), random.integers(1, 16, groups)
+    scales = (random.random(groups) * 0.02 + 0.01).astype(np.float16)
+    weight = (codes - zeros.repeat(GROUP, 1)) * scales.astype(np.float64).repeat(GROUP, 1)
+    return {"codes": codes, "zeros": zeros, "scales": scales, "weight": weight}
+
+
+def stored_gptq(part: dict[str, np.ndarray], *, less: int = 1) -> dict[str, Tensor]:
+    return {
+        "qweight": words(part["codes"]).t().contiguous(),
+        "qzeros": words(part["zeros"].T - less),
+        "scales": torch.from_numpy(part["scales"]).t().contiguous(),
+        "g_idx": (torch.arange(part["codes"].shape[1]) // GROUP).int(),
+    }
+
+
+def stored_awq(part: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    return {
+        "qweight": words(part["codes"].T, AWQ_ORDER),
+        "qzeros": words(part["zeros"].T, AWQ_ORDER),
+        "scales": torch.from_numpy(part["scales"]).t().contiguous(),
+    }
+
+
+def opened(stored: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    from dynamo_moe.weights.lazy_tensors import LazyTensor
+
+    lazy = {f"a.{name}": LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
+    (result,) = with_decoded(lazy, config, torch.float32).values()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("config", "less"), [(GPTQ, 1), (GPTQ | {"checkpoint_format": "gptq_v2"}, 0)]
+)
+def test_gptq(config: dict[str, Any], less: int) -> None:
+    part = parts(0)
+    weight = opened(stored_gptq(part, less=less), config)
+    assert torch.equal(weight.read(), torch.from_numpy(part["weight"]).float())
+    kind, packed = packed_weight(weight.unsqueeze(0))
+    bytes_NB = packed.values.read()[0].view(torch.uint8).numpy()
+    assert kind == "int4"
+    assert np.array_equal(bytes_NB & 15, part["codes"][:, ::2])
+    assert np.array_equal(bytes_NB >> 4, part["codes"][:, 1::2])
+    assert np.array_equal(packed.zero_points.read()[0].numpy(), part["zeros"])
+    assert np.array_equal(packed.scales.read()[0].numpy(), part["scales"])
+
+
+def test_gptq_with_columns_by_activation_is_decoded() -> None:
+    """Its groups are no neighbours, so that it has no packed form here."""
+    part = parts(1)
+    order = np.random.default_rng(2).permutation(COLUMNS)
+    stored = stored_gptq(part)
+    stored["qweight"] = words(part["codes"][:, order]).t().contiguous()
+    stored["g_idx"] = stored["g_idx"][torch.from_numpy(order)]
+    weight = opened(stored, GPTQ | {"desc_act": True})
+    expected = torch.from_numpy(part["weight"][:, order]).float()
+    assert torch.equal(weight.read(), expected)
+    assert packed_weight(weight.unsqueeze(0)) is None
+
+
+def test_awq_is_what_compressed_tensors_makes_of_it() -> None:
+    part = parts(3)
+    stored = stored_awq(part)
+    weight = opened(stored, AWQ)
+    assert torch.equal(weight.read(), torch.from_numpy(part["weight"]).float())
+    judge = AutoAWQConverter(group_size=GROUP)
+    made = judge.process({f"a.{name}": tensor for name, tensor in stored.items()})
+    args = arguments(symmetric=False, group=GROUP)
+    local = {name.removeprefix("a."): tensor for name, tensor in made.items()}
+    assert torch.equal(weight.read().half(), decompressed(local, args).half())
+    _, packed = packed_weight(weight.unsqueeze(0))
+    assert torch.equal(packed.values.read()[0], local["weight_packed"].view(torch.int8))
+
+
+@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
+def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
+    folder, stored = tmp_path / "model", {}
+    language_model("qwen3_moe").save_pretrained(folder)
+    store = stored_gptq if config is GPTQ else stored_awq
+    for seed, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
+        if ".experts." in name:
+            prefix = name.removesuffix("weight")
+            part = store(parts(seed, *tensor.shape))
+            stored |= {prefix + kind: value for kind, value in part.items()}
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(saved | {"quantization_config": config}))
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    assert all(r.notes == ("its experts stay packed (int4)",) for r in report.replaced)
+    whole = load_checkpoint(folder, dtype=torch.float32)
+    for target in ("plugin", "onnxruntime"):
+        path = tmp_path / f"{target}.onnx"
+        exported = dynamo_moe.export(
+            model,
+            (token_ids(2, 7),),
+            path,
+            dynamic_shapes={"input_ids": {0: "batch", 1: "length"}},
+            target=target,
+        )
+        assert exported.operators == {"DroplessMoEPacked": 2}
+        ids = token_ids(3, 16)
+        (result,) = ort.InferenceSession(path).run(None, {"input_ids": ids.numpy()})
+        with torch.no_grad():
+            expected = whole(ids).logits
+        torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (GPTQ | {"bits": 8}, {}, "gptq with bits=8 is not taken"),
+        (AWQ | {"version": "gemv"}, {}, "awq with version='gemv' is not taken"),
+        (GPTQ, {"scales": None}, r"a\.qweight has no a\.scales"),
+        (GPTQ, {"qweight": None, "scales": None}, r"a\.qzeros has no a\.qweight"),
+        (GPTQ | {"desc_act": True}, {"g_idx": None}, r"a\.qweight has no a\.g_idx"),
+        (GPTQ, {"qzeros": torch.zeros(4, 5).int()}, r"zero points \[4, 5\] is not packed"),
+        (AWQ, {"qweight": torch.zeros(128, 7).int()}, r"a\.qweight, \[128, 7\], with scales"),
+    ],
+)
+def test_what_is_refused(
+    config: dict[str, Any], change: dict[str, Tensor | None], message: str
+) -> None:
+    stored = (stored_gptq if config["quant_method"] == "gptq" else stored_awq)(parts(4))
+    changed = {k: change.get(k, v) for k, v in stored.items() if change.get(k, v) is not None}
+    with pytest.raises(ValueError, match=message):
+        opened(changed, config)
