@@ -134,8 +134,8 @@ def _convert_candidate(
         except Exception as failure:  # The module is the user's: anything can come out of it.
             reasons[path] = ValueError(f"{type(failure).__name__}: {failure}")
     routes = [path for path, reason in reasons.items() if not isinstance(reason, NotRoutedError)]
-    # A list of alike MLPs can be anything; stacks with a matrix of E rows beside them cannot.
-    if not (routes or candidate.experts.stacks or candidate.is_named(model)):
+    # Alike MLPs in lists can be anything; stacks with a matrix of E rows beside them cannot.
+    if not (routes or candidate.experts.are_stacked or candidate.is_named(model)):
         return None
     path = routes[0] if routes else candidate.path
     module = model.get_submodule(path)

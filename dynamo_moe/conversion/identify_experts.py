@@ -189,7 +189,8 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[Exp
         matrices: list[Tensor] = [module.get_parameter(path) for path in paths]
         columns = matrices[0].shape[-1]
         numbers = sum(parameter.numel() for parameter in matrices)
-        stacks.append(ParameterStack(paths, (count, numbers // (count * columns), columns)))
+        shape = (count, numbers // (count * columns), columns)
+        stacks.append(ParameterStack(paths, shape if matrices[0].ndim > 1 else (count, columns)))
     known = {stack.names[0] for stack in stacks}
     owners = {_owner(stack) for stack in stacks}
     for name, p in parameters.items():
@@ -250,7 +251,9 @@ def _biases(
 
 
 def _owner(stack: ParameterStack) -> str:
-    return stack.names[0].rpartition(".")[0]
+    """Returns the module that has a stack; that of the first expert's, of a list of modules."""
+    owner, _, name = stack.names[0].rpartition(".")
+    return owner.rpartition(".")[0] if name.isdigit() else owner  # A list of parameters.
 
 
 def _activations(

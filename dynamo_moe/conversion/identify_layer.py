@@ -149,8 +149,8 @@ def identify_layer(
         ValueError: If it is not an MoE layer that the operators compute; with the reason.
     """
     candidates = identify_experts(module, experts)
-    # A list of experts holds neither gates nor shared experts.
-    hidden = [] if experts.stacks else [module.get_submodule(experts.path)]
+    # Experts hold neither gates nor shared experts.
+    hidden = [module.get_submodule(path) for path in _paths_of_experts(experts)]
     weights = random_weights(module, _names_to_keep(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
@@ -210,6 +210,14 @@ def side_effects(
 
 
 # --- Weights for the trials ---
+
+
+def _paths_of_experts(experts: LocatedExperts) -> set[str]:
+    """Returns the paths of the modules that are experts, or an expert's linear layers."""
+    if not experts.stacks:
+        return {experts.path}
+    listed = {name for names in experts.stacks if len(names) > 1 for name in names}
+    return {f"{experts.path}.{name}".strip(".").rpartition(".")[0] for name in listed}
 
 
 def _names_to_keep(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]:

@@ -1,9 +1,10 @@
 """Where a model may have MoE layers, by the shapes and names of its modules and weights alone.
 
-Experts are a list of modules of the same structure, or stacks of weights. The layer is a module
-around them that also has something which may choose among them.
+Experts are a list of modules of the same structure, stacks of weights, or two or three lists of
+linear layers, of which each expert has one of each. The layer is a module around them that also has
+something which may choose among them.
 
-Legend: D model width, E experts.
+Legend: D model width, H hidden width, E experts.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ class LocatedExperts:
         path: The path of the list, or of the innermost module that holds the stacks.
         num_experts: E.
         stacks: The stacks' parameters, by their path in that module: a single one each, or one for
-            each expert. Empty for a list.
+            each expert, as in lists of linear layers. Empty for a list of experts.
     """
 
     path: str
     num_experts: int
     stacks: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def are_stacked(self) -> bool:
+        """Whether a parameter holds a matrix of every expert."""
+        return any(len(names) == 1 for names in self.stacks)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ def _locate_experts(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Locate
     within: set[nn.Module] = set()
     named: set[nn.Module] = set()
     for path, module in modules:
+        for _, lists in _lists_of_parts(module):
+            within.update(lists)
         if not isinstance(module, _LISTS) or module in within:
             continue
         is_named = "expert" in path.rpartition(".")[2].lower()
@@ -191,7 +199,7 @@ def _locate_stacks(
     for (path, module), ndims, (_, _, children) in zip(
         reversed(modules), reversed(dimensions), reversed(parts), strict=True
     ):
-        lists = any(isinstance(child, nn.ParameterList) for child in children.values())
+        lists = any(isinstance(child, (nn.ParameterList, *_LISTS)) for child in children.values())
         if module not in holders and ndims.count(2) < 2 and not lists:
             continue  # As most modules.
         if path in around or (excluded and not excluded.isdisjoint(module.modules())):
@@ -230,14 +238,18 @@ def _stacks_in(
     for name, parameter in module.named_parameters() if holds_stacks else ():
         if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
             by_experts.setdefault(parameter.shape[0], []).append((name,))
+    biases: dict[int, list[tuple[str, ...]]] = {}
     for name, child in module.named_children():
         listed = dict(child.named_parameters()) if isinstance(child, nn.ParameterList) else {}
         shapes = {p.shape for p in listed.values()}
-        if len(listed) > 1 and len(shapes) == 1 and len(next(iter(shapes))) == 2:
-            by_experts.setdefault(len(listed), []).append(tuple(f"{name}.{key}" for key in listed))
+        if len(listed) > 1 and len(shapes) == 1 and (ndim := len(next(iter(shapes)))) in (1, 2):
+            kind = by_experts if ndim == 2 else biases
+            kind.setdefault(len(listed), []).append(tuple(f"{name}.{key}" for key in listed))
     for num_experts, stacks in by_experts.items():
         if len(stacks) in (2, 3):
-            yield num_experts, tuple(stacks)
+            yield num_experts, (*stacks, *biases.get(num_experts, ()))
+    for parts, _ in _lists_of_parts(module):
+        yield len(parts[0]), parts
     # Stacked along the rows of one matrix; a number among the attributes says how many there are.
     direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
     sizes = {tuple(p.shape) for p in direct.values()}
@@ -246,3 +258,53 @@ def _stacks_in(
         for count in sorted(counts, reverse=True):
             if all(p.shape[0] % count == 0 and p.shape[0] > count for p in direct.values()):
                 yield count, tuple((name,) for name in direct)
+
+
+def _lists_of_parts(
+    module: nn.Module,
+) -> Iterator[tuple[tuple[tuple[str, ...], ...], list[nn.Module]]]:
+    """Yields lists of linear layers whose members are experts' parts: their stacks, and the lists.
+
+    An expert has one layer of each list.
+    """
+    by_experts: dict[int, dict[str, nn.Module]] = {}
+    for name, child in own_parts(module)[2].items():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _linear_layers(child):
+            by_experts.setdefault(len(child), {})[name] = child
+    for lists in by_experts.values():
+        parts = {name: _linear_layers(child) for name, child in lists.items()}
+        matrices = [size for shapes in parts.values() for size in shapes.values() if len(size) == 2]
+        if len(lists) in (2, 3) and _may_be_mlp(matrices):
+            stacks = [
+                tuple(f"{name}.{key}.{parameter}" for key in list_members(lists[name]))
+                for name, shapes in parts.items()
+                for parameter in shapes
+            ]
+            yield tuple(stacks), [*lists.values()]
+
+
+def _linear_layers(listed: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of what each member of a list has, by name: a matrix, and maybe a bias.
+
+    Empty if members have something else, or not all the same.
+    """
+    members = [
+        {name: tuple(p.shape) for name, p in member.named_parameters()}
+        for member in list_members(listed).values()
+    ]
+    if len(members) < 2 or any(member != members[0] for member in members):
+        return {}
+    is_linear = sorted(map(len, members[0].values())) in ([2], [1, 2])
+    return members[0] if is_linear else {}
+
+
+def _may_be_mlp(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether matrices (out, in) may be an MLP's: one gives D numbers, the others take these."""
+    return any(
+        all(
+            size == width and hidden in (columns, 2 * columns)
+            for other, (hidden, size) in enumerate(shapes)
+            if other != second
+        )
+        for second, (width, columns) in enumerate(shapes)
+    )

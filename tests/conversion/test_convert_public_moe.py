@@ -54,7 +54,6 @@ LEFT = {
     "moe-adapters": "an expert computes nothing",
     "cumo-clip": "an expert computes nothing",
     "sigma-moe": "calls no gate with 6 scores",
-    "rasbt-qwen3-moe": "",
     "nanogpt-expert-choice": "computes something else",
     "adamoe-null-experts": "its own code does not compute their weights",
     "base-layer": "an expert computes nothing",
