@@ -22,8 +22,10 @@ from dynamo_moe.conversion.comparison import compare, compare_shapes, equal_scor
 from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
+    IsMixtureError,
     NoKnownRouterError,
     NotRoutedError,
+    TakesNoTokensError,
     drops_tokens,
     identify_layer,
     side_effects,
@@ -54,6 +56,8 @@ _EXTREMES = (1e-3, 1e2, 1e4)
 _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
 # Equal tokens that are tried, at least and at most, and multiplications for which they are fewer.
 _FEWEST_EQUAL, _MANY, _MOST_OPERATIONS = 301, 4099, 2**33
+# Kinds of reasons against a conversion; later ones leave more open whether it is an MoE layer.
+_DOUBTS = (IsMixtureError, ValueError, NotRoutedError, TakesNoTokensError)
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ def _convert_candidate(
     Returns:
         The outcome; None if it does not look like an MoE layer.
     """
+    if not candidate.paths:
+        name = type(model.get_submodule(candidate.path)).__name__
+        experts_name = candidate.experts.path.rpartition(".")[2]
+        reason = f"{experts_name!r} is one of several sets of experts in it"
+        return Unrecognised(candidate.path, name, reason)
     reasons: dict[str, ValueError] = {}
     for path in candidate.paths:
         module = model.get_submodule(path)
@@ -133,16 +142,37 @@ def _convert_candidate(
             reasons[path] = refusal
         except Exception as failure:  # The module is the user's: anything can come out of it.
             reasons[path] = ValueError(f"{type(failure).__name__}: {failure}")
-    routes = [path for path, reason in reasons.items() if not isinstance(reason, NotRoutedError)]
-    # Alike MLPs in lists can be anything; stacks with a matrix of E rows beside them cannot.
-    if not (routes or candidate.experts.are_stacked or candidate.is_named(model)):
+    # Of equal reasons, that of the module that has the gate.
+    path = min(reasons, key=lambda path: (_doubt(reasons[path]), len(path) > len(candidate.path)))
+    if _doubt(reasons[path]) > _most_doubt(model, candidate, calls):
         return None
-    path = routes[0] if routes else candidate.path
     module = model.get_submodule(path)
     inner_path = candidate.experts.path[len(path) :].removeprefix(".")
     others = calls.get(path, OtherArguments())
     hint = _capacity_hint(module, replace(candidate.experts, path=inner_path), others)
     return Unrecognised(path, type(module).__name__, f"{reasons[path]}{hint}")
+
+
+def _doubt(reason: ValueError) -> int:
+    """Returns how open a reason against a conversion leaves whether it is an MoE layer at all."""
+    return next(_DOUBTS.index(kind) for kind in type(reason).__mro__ if kind in _DOUBTS)
+
+
+def _most_doubt(
+    model: nn.Module, candidate: LayerCandidate, calls: Mapping[str, OtherArguments]
+) -> int:
+    """Returns how open it may be whether a layer is an MoE layer for it to be reported."""
+    if candidate.is_named(model) or (candidate.is_gated and candidate.experts.are_stacked):
+        return len(_DOUBTS)
+    is_list = candidate.is_gated and not candidate.experts.stacks
+    return 1 if is_list or _gets_scores(candidate, calls) else 0
+
+
+def _gets_scores(candidate: LayerCandidate, calls: Mapping[str, OtherArguments]) -> bool:
+    """Whether a layer is called with a tensor that may have a score for each of its experts."""
+    given = [calls[path].tensors.values() for path in candidate.paths if path in calls]
+    shapes = [tensor.shape for tensors in given for tensor in tensors]
+    return any(shape[-1:] == (candidate.experts.num_experts,) for shape in shapes)
 
 
 def _convert_layer(
@@ -194,9 +224,15 @@ def _identify_and_prove(
             try:
                 return _prove(module, tried, identified)
             except ValueError as refusal:
-                reasons.append(refusal)
-    # The first, unless that only says that the router is none of the known ones.
-    raise min(reasons, key=lambda reason: isinstance(reason, NoKnownRouterError))
+                reasons.append(IsMixtureError(str(refusal)))
+    # The first that shows that it is a mixture, unless it only lacks a known router.
+    raise min(
+        reasons,
+        key=lambda reason: (
+            not isinstance(reason, IsMixtureError),
+            isinstance(reason, NoKnownRouterError),
+        ),
+    )
 
 
 def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof) -> _Proof:

@@ -6,7 +6,7 @@ adapter recognises are replaced by what it builds, and all other layers are iden
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from dynamo_moe.conversion.locate_layers import locate_layers
 from dynamo_moe.conversion.packing import converted_layers, experts_parameters, keep_packed
 from dynamo_moe.conversion.registry import convert_by_adapters, matching_adapters
 from dynamo_moe.conversion.reports import ConversionReport, Replacement, Unrecognised
+from dynamo_moe.conversion.unlocated import unlocated_layers
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private.pytorch import modules_by_path
@@ -97,6 +98,8 @@ def convert(
     example = (given, kwargs or {}) if given or kwargs else None
     layers = convert_layers(model, modules, handled, example)
     outcomes += layers
+    known = [*(outcome.module for outcome in outcomes), *_paths_of(modules, handled)]
+    outcomes += unlocated_layers(modules, known)
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
     else:
@@ -123,7 +126,8 @@ def convertible_modules(model: nn.Module) -> list[str]:
     }
     matching = {path: module for path, module in modules if matching_adapters(module)}
     handled = _handled_modules(modules, {**experts, **matching})
-    paths |= {*matching, *(candidate.path for candidate in locate_layers(model, modules, handled))}
+    located = locate_layers(model, modules, handled)
+    paths |= {*matching, *(each.path for each in located if each.looks_like_moe(model))}
     return [path for path, _ in modules if path in paths]
 
 
@@ -138,6 +142,10 @@ def _handled_modules(
     """Returns the converted modules and others, with all their parts."""
     converted = (module for _, module in modules if isinstance(module, ConvertedModule))
     return {part for module in (*converted, *others.values()) for part in module.modules()}
+
+
+def _paths_of(modules: Sequence[tuple[str, nn.Module]], chosen: Set[nn.Module]) -> list[str]:
+    return [path for path, module in modules if module in chosen]
 
 
 def _is_around(path: str, outcomes: list[Replacement | Unrecognised]) -> bool:

@@ -34,6 +34,8 @@ from dynamo_moe.private.pytorch import has_forward_hooks
 # gpt-oss's numbers, which stand in its reference's code; other models have attributes of such
 # names.
 _CLAMP_NUMBERS = {ExpertOptions.alpha, ExpertOptions.limit}
+# Why experts of low rank are none that the operators compute.
+LORAS = "a mixture of LoRAs: products of low rank, added to those of a layer, have no activation"
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
 # RMS of the activation's input, for each of an expert's tokens: clamps show with large ones.
 _SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
@@ -53,6 +55,8 @@ def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[Experts
     """
     if not experts.stacks:
         return _identify_list(module, experts.path)
+    if all(is_lora(names[0]) for names in experts.stacks):
+        raise ValueError(LORAS)
     candidates = list(_identify_stacks(module, experts))
     if not candidates:
         names = ", ".join(names[0] for names in experts.stacks)
@@ -61,6 +65,11 @@ def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[Experts
             "matrices of an MLP"
         )
     return candidates
+
+
+def is_lora(name: str) -> bool:
+    """Whether a name is that of a product of low rank."""
+    return "lora" in name.lower()
 
 
 # --- Experts that are modules ---
@@ -99,7 +108,10 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
             return [candidate]
     # An expert that takes more than tokens is tried with the whole layer.
     if not unknown or any(isinstance(result, Tensor) for _, result in runs.values()):
-        raise ValueError("an expert computes nothing that torch.ops.moe computes")
+        is_product = any(map(is_lora, parameters))
+        raise ValueError(
+            LORAS if is_product else "an expert computes nothing that torch.ops.moe computes"
+        )
     return unknown
 
 
@@ -113,10 +125,10 @@ def _stacks_of_one(parameters: Mapping[str, Tensor]) -> list[ParameterStack]:
     shapes = {name: without_leading_ones(p) for name, p in parameters.items()}
     dimensions = [len(shape) for shape in shapes.values()]
     if dimensions.count(2) not in (2, 3) or not set(dimensions) <= {1, 2}:
-        is_lora = any("lora" in name.lower() for name in parameters)
+        has_adapters = any(map(is_lora, parameters))
         raise ValueError(
             f"an expert's parameters ({', '.join(parameters)}) are not two or three matrices and "
-            f"their biases{': merge their adapters first' if is_lora else ''}"
+            f"their biases{': merge their adapters first' if has_adapters else ''}"
         )
     return [ParameterStack((name,), (1, *shape)) for name, shape in shapes.items()]
 

@@ -91,8 +91,16 @@ class NotRoutedError(ValueError):
     """The module does not choose among the experts itself; a module around it may."""
 
 
+class TakesNoTokensError(NotRoutedError):
+    """The module takes no tokens of the experts' width, so it is none that has them."""
+
+
 class NoKnownRouterError(ValueError):
     """The module is none of the known routers with its experts; its own code may tell more."""
+
+
+class IsMixtureError(ValueError):
+    """The module's result is a weighted sum of the experts' results, and cannot be converted."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ def _observe(
         ValueError: If it gives other numbers each time.
     """
     if missing := others.missing(module):
-        raise NotRoutedError(
+        raise TakesNoTokensError(
             f"it is called with more than tokens ({', '.join(missing)}): an example of the model's "
             "arguments, as in convert(model, args), shows how"
         )
@@ -277,7 +285,7 @@ def _observe(
             raise ValueError("it gives other numbers each time, in evaluation mode too")
         return _Trial(module, candidates, hidden, x, others, seen, channels_first)
     first_line = str(first_failure).strip().split("\n")[0]
-    raise NotRoutedError(
+    raise TakesNoTokensError(
         f"it takes no tokens of its experts' width {width}: {first_line}"
     ) from first_failure
 
@@ -408,7 +416,7 @@ class _Trial:
                         specs.append(self._spec(part, experts, own, routed))
         if not specs:
             if is_sum:
-                raise ValueError(
+                raise IsMixtureError(
                     f"{self._unknown()}, and its own code does not compute their weights ahead of "
                     "them"
                 )

@@ -26,6 +26,10 @@ _LEVELS = 3
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A bias may be stored as [E, 1, n], of as many dimensions as a stack of matrices.
 _BIAS = re.compile(r".*bias.*|b\d*")
+# Of stacks of matrices: experts, or groups of experts.
+_STACK_DIMENSIONS = frozenset({3, 4})
+# Their weights have as many dimensions as stacks.
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,31 @@ class LayerCandidate:
 
     Attributes:
         path: The innermost module around the experts that may choose among them.
-        paths: The modules that may be the layer, the innermost first.
+        paths: The modules that may be the layer, the innermost first. Empty if it has several sets
+            of experts.
         experts: The experts, by their path in the model.
+        is_gated: Whether it has a matrix that may choose among them.
     """
 
     path: str
     paths: tuple[str, ...]
     experts: LocatedExperts
+    is_gated: bool = False
 
     def is_named(self, model: nn.Module) -> bool:
-        """Whether a name says that these are experts."""
+        """Whether a name says that these are experts, or that there are so many."""
         names = [self.experts.path.rpartition(".")[2]]
         if self.experts.stacks:
             names.append(type(model.get_submodule(self.experts.path)).__name__)
-        return any("expert" in name.lower() for name in names)
+            names += [names_of_stack[0] for names_of_stack in self.experts.stacks]
+        counts = numbers_of_experts(model.get_submodule(self.path)).values()
+        named = any("expert" in name.lower() for name in names)
+        return named or self.experts.num_experts in counts
+
+    def looks_like_moe(self, model: nn.Module) -> bool:
+        """Whether it is likely to be one: lists of linear layers may also be a model's layers."""
+        is_typical = self.experts.are_stacked or not self.experts.stacks
+        return self.is_named(model) or (self.is_gated and is_typical)
 
 
 def locate_layers(
@@ -85,7 +100,7 @@ def locate_layers(
     stacks_at = Counter(experts.path for experts in located)
 
     def is_free(path: str) -> bool:
-        if sum(_is_within(holder, path) for holder in stacks_at) > 1:
+        if sum(is_within(holder, path) for holder in stacks_at) > 1:
             return False
         module = model.get_submodule(path)
         is_converted = any(isinstance(part, ConvertedModule) for part in module.modules())
@@ -99,14 +114,34 @@ def locate_layers(
         paths = list(itertools.takewhile(is_free, _paths_upwards(experts)))
         routing = (path for path in paths if _may_route(model, path, experts))
         if (chosen := next(routing, None)) is not None:
-            layers.append(LayerCandidate(chosen, tuple(paths), experts))
-        elif paths and stacks_at[experts.path] == 1:
-            candidate = LayerCandidate(paths[0], tuple(paths), experts)
-            around = model.get_submodule(paths[0].rpartition(".")[0])
+            layers.append(LayerCandidate(chosen, tuple(paths), experts, is_gated=True))
+        elif stacks_at[experts.path] == 1:
+            path = next(_paths_upwards(experts), "")
+            candidate = LayerCandidate(path, tuple(paths), experts)
+            around = model.get_submodule(path.rpartition(".")[0] if paths else path)
             # Beside experts that are handled, these are ones that every token visits.
-            if candidate.is_named(model) and handled.isdisjoint(around.modules()):
+            if handled.isdisjoint(around.modules()) and (
+                candidate.is_named(model) or (paths and _has_matrices_of_each(model, experts))
+            ):
                 layers.append(candidate)
     return layers
+
+
+def numbers_of_experts(module: nn.Module) -> dict[str, int]:
+    """Returns the numbers among a module's attributes that are named after experts."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if "expert" in name.lower() and type(value) is int and value > 1
+    }
+
+
+def _has_matrices_of_each(model: nn.Module, experts: LocatedExperts) -> bool:
+    """Whether each of several experts has matrices of its own, and not rows of a common one."""
+    holder = model.get_submodule(experts.path)
+    return experts.num_experts > 1 and any(
+        len(names) > 1 or holder.get_parameter(names[0]).ndim > 2 for names in experts.stacks
+    )
 
 
 def _paths_upwards(experts: LocatedExperts) -> Iterator[str]:
@@ -120,7 +155,8 @@ def _paths_upwards(experts: LocatedExperts) -> Iterator[str]:
         yield path
 
 
-def _is_within(path: str, ancestor: str) -> bool:
+def is_within(path: str, ancestor: str) -> bool:
+    """Whether a path is another, or in it."""
     return not ancestor or f"{path}.".startswith(f"{ancestor}.")
 
 
@@ -192,9 +228,14 @@ def _locate_stacks(
     around: set[str] = set()
     parts = [own_parts(module) for _, module in modules]
     dimensions = [
-        [p.ndim for p in parameters.values() if p is not None] for parameters, _, _ in parts
+        [p.ndim for p in parameters.values() if p is not None and not _is_kernel(module)]
+        for (_, module), (parameters, _, _) in zip(modules, parts, strict=True)
     ]
-    holding = {module for (_, module), ndims in zip(modules, dimensions, strict=True) if 3 in ndims}
+    holding = {
+        module
+        for (_, module), ndims in zip(modules, dimensions, strict=True)
+        if not _STACK_DIMENSIONS.isdisjoint(ndims)
+    }
     holders = _with_those_around(holding, modules)
     for (path, module), ndims, (_, _, children) in zip(
         reversed(modules), reversed(dimensions), reversed(parts), strict=True
@@ -223,6 +264,11 @@ def _with_those_around(
     return around
 
 
+def _is_kernel(module: nn.Module) -> bool:
+    """Whether a module's weights of more than two dimensions are a convolution's."""
+    return isinstance(module, _CONVOLUTIONS)
+
+
 def _with_ancestors(path: str) -> Iterator[str]:
     yield path
     while path:
@@ -234,20 +280,25 @@ def _stacks_in(
     module: nn.Module, *, holds_stacks: bool
 ) -> Iterator[tuple[int, tuple[tuple[str, ...], ...]]]:
     """Yields how many experts stacks that belong together are of, and the names of these."""
-    by_experts: dict[int, list[tuple[str, ...]]] = {}
+    by_experts: dict[tuple[int, str], list[tuple[str, ...]]] = {}
     for name, parameter in module.named_parameters() if holds_stacks else ():
-        if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
-            by_experts.setdefault(parameter.shape[0], []).append((name,))
-    biases: dict[int, list[tuple[str, ...]]] = {}
+        owner, _, last = name.rpartition(".")
+        if parameter.ndim not in _STACK_DIMENSIONS or _BIAS.fullmatch(last):
+            continue
+        if not _is_kernel(module.get_submodule(owner)):
+            key = parameter.shape[:-2].numel(), _member_of_list(module, owner)
+            by_experts.setdefault(key, []).append((name,))
+    biases: dict[tuple[int, str], list[tuple[str, ...]]] = {}
     for name, child in module.named_children():
         listed = dict(child.named_parameters()) if isinstance(child, nn.ParameterList) else {}
         shapes = {p.shape for p in listed.values()}
         if len(listed) > 1 and len(shapes) == 1 and (ndim := len(next(iter(shapes)))) in (1, 2):
             kind = by_experts if ndim == 2 else biases
-            kind.setdefault(len(listed), []).append(tuple(f"{name}.{key}" for key in listed))
-    for num_experts, stacks in by_experts.items():
+            stack = tuple(f"{name}.{key}" for key in listed)
+            kind.setdefault((len(listed), ""), []).append(stack)
+    for (num_experts, _), stacks in by_experts.items():
         if len(stacks) in (2, 3):
-            yield num_experts, (*stacks, *biases.get(num_experts, ()))
+            yield num_experts, (*stacks, *biases.get((num_experts, ""), ()))
     for parts, _ in _lists_of_parts(module):
         yield len(parts[0]), parts
     # Stacked along the rows of one matrix; a number among the attributes says how many there are.
@@ -258,6 +309,16 @@ def _stacks_in(
         for count in sorted(counts, reverse=True):
             if all(p.shape[0] % count == 0 and p.shape[0] > count for p in direct.values()):
                 yield count, tuple((name,) for name in direct)
+
+
+def _member_of_list(module: nn.Module, path: str) -> str:
+    """Returns the innermost block of a list that a path in a module is in, or an empty string."""
+    blocks = (
+        ancestor
+        for ancestor in _with_ancestors(path)
+        if isinstance(module.get_submodule(ancestor.rpartition(".")[0]), nn.ModuleList)
+    )
+    return next(blocks, "")
 
 
 def _lists_of_parts(

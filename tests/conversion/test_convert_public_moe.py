@@ -17,6 +17,7 @@ from public_moe import CASES, dbrx
 from public_moe.surroundings import Case, ClaimsCuda
 
 _CAPACITY = r"it drops tokens by a capacity \(\w+ is"
+_LORAS = "a mixture of LoRAs"
 # Why convert leaves a structure; it converts all others.
 LEFT = {
     "transformers4-switch": _CAPACITY,
@@ -30,27 +31,25 @@ LEFT = {
     "davidmrau-softmax-experts": "an expert computes nothing that torch.ops.moe computes",
     "lucidrains-top2-random": "gives other numbers each time",
     "st-moe": "an expert computes nothing that torch.ops.moe computes",
-    "soft-moe": "",
+    "soft-moe": "calls no gate with 6 scores",
     "mmoe": "not a weighted sum",
     "megablocks-moe-capacity": _CAPACITY,
     "deepspeed-top1-residual": "not a weighted sum",
     "vision-convolutions": "not two or three matrices",
-    "hash-layer": "",
-    "nucleus-expert-choice": "takes no tokens of its experts' width",
-    "moduleformer-skip-mask": "",
-    "moduleformer-mlp-gate": "",
     "torchscale-subln": "an expert computes nothing",
-    "lucidrains-hierarchical": "takes no tokens of its experts' width",
-    "peer": "",
-    "mixlora": "",
-    "mola": "",
-    "adamoe-lora": "",
+    "lucidrains-hierarchical": _CAPACITY,
+    "hash-layer": "its own code does not compute their weights",
+    "nucleus-expert-choice": _CAPACITY,
+    "peer": "neither modules in a list nor stacks of matrices",
+    "mixlora": _LORAS,
+    "mola": _LORAS,
+    "adamoe-lora": _LORAS,
     "mergoo-linear": "not two or three matrices",
-    "mergoo-lora": "",
-    "loramoe": "an expert computes nothing",
-    "xlora": "",
+    "mergoo-lora": _LORAS,
+    "loramoe": _LORAS,
+    "xlora": _LORAS,
     "one-gate-mixture": "an expert computes nothing",
-    "progressive-layers": "",
+    "progressive-layers": "one of several sets of experts",
     "moe-adapters": "an expert computes nothing",
     "cumo-clip": "an expert computes nothing",
     "sigma-moe": "calls no gate with 6 scores",
@@ -61,8 +60,8 @@ LEFT = {
     "left-last-differs": "expert 5 computes something else than the first",
     "left-widths": "expert 1 has other parameters than the first",
     "left-scales": "expert 1 computes something else than the first",
-    "left-deep": "",
-    "left-normed": "",
+    "left-deep": "an expert computes nothing",
+    "left-normed": "an expert computes nothing",
     "minimum-capacity": _CAPACITY,
     "left-sentence-gate": "its own code does not compute their weights",
 }
@@ -103,6 +102,7 @@ def test_public_structure(case: Case) -> None:
         assert report.replaced == ()
         reasons = " ".join(left.reason for left in report.unrecognised)
         assert re.search(LEFT[case.name], reasons)
+        assert {left.module for left in report.unrecognised} == {*case.moe_paths}
     else:
         paths = PATHS.get(case.name, case.moe_paths)
         assert [each.module for each in report.replaced] == sorted(paths)
