@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -144,7 +145,10 @@ def find_routings(
             top_k = ids // tokens if form == "choices" else choices
             if (form, len(names), top_k) in known:
                 continue
-            routing = OwnRouting(form, names, (), count, top_k, channels_first)
+            nulls = form == "choices" and any(is_integer(t) and t.max() >= count for t in tensors)
+            routing = OwnRouting(
+                form, names, (), count, top_k, channels_first, null_experts=bool(nulls)
+            )
             errors_TE = dense_weights(*routing.choices(tensors, tokens), count) - weights_TE
             if bool((errors_TE.abs() <= tolerance).all()):
                 known.add((form, len(names), top_k))
@@ -162,10 +166,12 @@ def _candidates(
 
     match form:
         case "choices":
-            ids = [value for value, tensor in values.items() if _are_ids(tensor, count)]
-            ids = [v for v in ids if values[v].numel() in range(tokens, tokens * count + 1, tokens)]
+            sizes = range(tokens, tokens * count + 1, tokens)
+            ids = [v for v, t in values.items() if t.numel() in sizes and _are_ids(t)]
             for value in ids:
                 yield from ((value, weights) for weights in floating(values[value].numel()))
+                yield (value,)
+            ids = [value for value in ids if _are_ids(values[value], count)]
             weights = floating(tokens)
             masks = [v for v, t in values.items() if t.numel() == tokens and t.dtype == torch.bool]
             for columns in ([(weight,) for weight in weights], itertools.product(weights, masks)):
@@ -183,7 +189,8 @@ def _candidates(
             for value, tensor in values.items():
                 if tensor.ndim == 2 and len(tensor) == count and _are_ids(tensor, tokens):
                     alike = floating(tensor.numel())
-                    weights = [v for v in alike if values[v].shape == tensor.shape]
+                    shapes = (tensor.shape, (tensor.numel(),))
+                    weights = [v for v in alike if values[v].shape in shapes]
                     yield from ((value, weight) for weight in weights)
 
 
@@ -227,7 +234,7 @@ def _by_columns(
         yield tuple(chosen)
 
 
-def _are_ids(tensor: Tensor, count: int) -> bool:
+def _are_ids(tensor: Tensor, count: float = math.inf) -> bool:
     """Whether a tensor may be numbers from 0 to ``count - 1``."""
     if not is_integer(tensor) or not tensor.numel():
         return False

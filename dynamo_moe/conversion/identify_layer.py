@@ -349,8 +349,8 @@ class _Trial:
 
     @functools.cached_property
     def expert_parameters(self) -> set[str]:
-        """The names of the experts' parameters."""
-        return {name for candidate in self.candidates for name in candidate.parameter_names()}
+        """The names of the experts' parameters: those of all candidates."""
+        return set.intersection(*({*each.parameter_names()} for each in self.candidates))
 
     @functools.cached_property
     def numbers(self) -> list[float]:
@@ -395,8 +395,11 @@ class _Trial:
         """
         parts = self._parts()
         parameters = [attrgetter(name)(self.module) for name in self.expert_parameters]
-        run = on_tokens(self.module, self.others, channels_first=self.channels_first)
-        values = values_ahead_of_experts(run, self.x, parameters)
+        # As the routing will call it: the calls that draw its other arguments are none of its own.
+        others = self.others.of_size(self.x)
+        image = self.x.movedim(-1, 1) if self.channels_first else self.x
+        run = functools.partial(self.module, **others)
+        values = values_ahead_of_experts(run, image, parameters)
         rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
         is_sum, specs = False, []
         for experts in self._experts():
@@ -412,7 +415,7 @@ class _Trial:
                     ):
                         outputs = self._returned_values(values)
                         own = replace(routing, scale=scale, outputs=outputs)
-                        routed = own(self.module, self.x, self.others.of_size(self.x))
+                        routed = own(self.module, self.x, others)
                         specs.append(self._spec(part, experts, own, routed))
         if not specs:
             if is_sum:

@@ -222,8 +222,11 @@ class ReturnValue:
             if self.kind == "gate_output"
             else getattr(routed, self.kind)
         )
-        leading = y.shape[:-1] if self.keeps_shape else (-1,)
-        return value.reshape(leading if self.squeezed else (*leading, value.shape[-1]))
+        if self.squeezed:
+            return value.reshape(y.shape[:-1] if self.keeps_shape else (-1,))
+        # Of no numbers, PyTorch could not tell how many rows -1 is.
+        rows = value.shape[:1] if value.ndim == 2 else (-1,)
+        return value.reshape(*(y.shape[:-1] if self.keeps_shape else rows), value.shape[-1])
 
 
 def tokens_per_expert(ids: Tensor, num_experts: int) -> Tensor:

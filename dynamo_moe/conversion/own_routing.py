@@ -27,12 +27,12 @@ from dynamo_moe.private.pytorch import module_stack_kept
 Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 """What a layer's values are:
 
-- ``choices``: integer ids of experts, floating weights of these, and bool masks or none: each of
-  the three one tensor ``[..., K]``, or K tensors ``[...]``;
+- ``choices``: integer ids of experts, and floating weights of these and bool masks, or none, which
+  are 1: each of the three one tensor ``[..., K]``, or K tensors ``[...]``;
 - ``experts``: the weights of all experts, ``[..., E]``;
 - ``masked``: a mask of all experts ``[..., E]``, and a weight ``[...]``;
 - ``slots``: weights ``[..., E, C]``, of which each token has one slot of an expert at most;
-- ``tokens``: for each expert, ids of tokens ``[E, C]`` and their weights ``[E, C]``.
+- ``tokens``: for each expert, ids of tokens ``[E, C]`` and their weights ``[E, C]`` or ``[E*C]``.
 """
 
 
@@ -69,6 +69,7 @@ class OwnRouting:
         top_k: K; of the weights of all experts, the most that are not zero for a token.
         channels_first: Whether the forward takes images ``[B, D, ...]``.
         scale: A number that the weights are multiplied by.
+        null_experts: Whether ids of E and more mean no expert.
     """
 
     form: Form
@@ -78,6 +79,7 @@ class OwnRouting:
     top_k: int
     channels_first: bool = False
     scale: float = 1.0
+    null_experts: bool = False
 
     def __call__(
         self, module: nn.Module, x: Tensor, others: Mapping[str, Any] | None = None
@@ -113,11 +115,13 @@ class OwnRouting:
         first, *others = values
         match self.form:
             case "choices":
-                weights_TK = self._columns([value for value in values if value.is_floating_point()])
+                ids_TK = self._columns([value for value in values if is_integer(value)])
+                if self.null_experts:
+                    ids_TK = ids_TK.masked_fill(ids_TK >= self.num_experts, -1)
+                weights = [value for value in values if value.is_floating_point()]
+                weights_TK = self._columns(weights) if weights else torch.ones_like(ids_TK)
                 masks = [value for value in values if value.dtype == torch.bool]
-                if masks:
-                    weights_TK = weights_TK * self._columns(masks)
-                return self._columns([value for value in values if is_integer(value)]), weights_TK
+                return ids_TK, weights_TK * self._columns(masks) if masks else weights_TK
             case "experts":
                 dense_TE = first.reshape(-1, self.num_experts)
             case "masked":
@@ -126,7 +130,7 @@ class OwnRouting:
                 dense_TE = first.sum(dim=-1).reshape(-1, self.num_experts)
             case "tokens":
                 zeros_ET = others[0].new_zeros(self.num_experts, tokens)
-                dense_TE = zeros_ET.scatter_add(1, first, others[0]).mT
+                dense_TE = zeros_ET.scatter_add(1, first, others[0].view_as(first)).mT
         if self.top_k < self.num_experts:
             ids_TK = dense_TE.abs().topk(self.top_k, dim=-1).indices
         else:

@@ -142,7 +142,23 @@ class Groups(StacksBehindLayers):
         return torch.einsum("...geh,gehd,...ge->...d", hidden, self.w2, dense)
 
 
-@pytest.mark.parametrize("kind", [StacksBehindLayers, Groups])
+class RouterInRows(nn.Module):
+    """Its router ``[E, D]`` stands beside the stacks, where biases of the experts could be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(COUNT, WIDTH, HIDDEN) / 4)
+        self.values = nn.Parameter(torch.randn(COUNT, HIDDEN, WIDTH) / 5)
+        self.selector = nn.Parameter(torch.randn(COUNT, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = F.linear(x, self.selector).sigmoid().topk(2, dim=-1)
+        dense = torch.zeros(*x.shape[:-1], COUNT).scatter(-1, ids, weights)
+        hidden = F.relu(torch.einsum("...d,edh->...eh", x, self.keys))
+        return torch.einsum("...eh,ehd,...e->...d", hidden, self.values, dense)
+
+
+@pytest.mark.parametrize("kind", [StacksBehindLayers, Groups, RouterInRows])
 def test_stacks_beside_other_gates(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     original = nn.Sequential(kind()).eval()

@@ -52,6 +52,17 @@ class Hashed(Layer):
         return self.combine(x, F.one_hot(self.table[token_ids], COUNT).float())
 
 
+class HashedInALoop(Layer):
+    """The same without weights: only ids say which expert a token has."""
+
+    def forward(self, x: Tensor, *, token_ids: Tensor) -> Tensor:
+        ids = self.table[token_ids]
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y = torch.where((ids == number)[..., None], expert(x), y)
+        return y
+
+
 class Padded(Layer):
     """What is padded gets no expert."""
 
@@ -82,7 +93,7 @@ class Model(nn.Module):
         match self.moe:
             case Conditioned():
                 y = self.moe(x, x.mean(dim=1))
-            case Hashed():
+            case Hashed() | HashedInALoop():
                 y = self.moe(x, token_ids=ids)
             case Padded():
                 y = self.moe(x, ids == 0)
@@ -102,7 +113,7 @@ def ids(batch: int, length: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("error:.*its own forward computes")
-@pytest.mark.parametrize("layer", [Conditioned, Hashed, Padded, Ignored])
+@pytest.mark.parametrize("layer", [Conditioned, Hashed, HashedInALoop, Padded, Ignored])
 def test_an_example_shows_what_a_layer_gets(layer: type[Layer], tmp_path: Path) -> None:
     model = make(layer)
     expected = {shape: model(ids(*shape)).detach() for shape in ((2, 5), (1, 1), (3, 40))}
@@ -120,7 +131,7 @@ def test_an_example_shows_what_a_layer_gets(layer: type[Layer], tmp_path: Path) 
         torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [Conditioned, Hashed, Ignored])
+@pytest.mark.parametrize("layer", [Conditioned, Hashed, HashedInALoop, Ignored])
 def test_without_an_example_the_reason_names_the_argument(layer: type[Layer]) -> None:
     model = make(layer)
     (left,) = dynamo_moe.convert(model).unrecognised

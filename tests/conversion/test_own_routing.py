@@ -141,6 +141,59 @@ class InASubmodule(Layer):
         return torch.zeros(len(x_TD), COUNT).scatter(1, ids_TK, weights_TK)
 
 
+class Choices(Layer):
+    """Has no weights of all experts: ids of some, and weights of these."""
+
+    def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        ids_TK, weights_TK = self.choose(x_TD)
+        y_TD = torch.zeros_like(x_TD)
+        for number, expert in enumerate(self.experts):
+            chosen_TK = (ids_TK == number).to(x_TD.dtype)
+            chosen_TK = chosen_TK if weights_TK is None else chosen_TK * weights_TK
+            y_TD = y_TD + expert(x_TD) * chosen_TK.sum(dim=-1, keepdim=True)
+        return y_TD.reshape(x.shape)
+
+
+class NullExperts(Choices):
+    """Half of the ids are of experts that compute nothing, of arXiv 2406.13233."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Linear(WIDTH, COUNT, bias=False)
+
+    def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.cat([self.gate(x_TD), self.nothing(x_TD)], dim=1).softmax(dim=-1)
+        weights_TK, ids_TK = scores.topk(3, dim=-1)
+        return ids_TK, weights_TK
+
+
+class WithoutWeights(Choices):
+    """One expert, as it is."""
+
+    def choose(self, x_TD: Tensor) -> tuple[Tensor, None]:
+        return self.gate(x_TD).abs().argmax(dim=-1, keepdim=True), None
+
+
+class ExpertChoiceInRows(Layer):
+    """The weights of the tokens that experts choose are in one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        count = max(int(x_TD.shape[0] * 2 / COUNT), 1)
+        weights_EC, tokens_EC = self.gate(x_TD).sigmoid().T.topk(count, dim=-1)
+        weights = weights_EC.reshape(-1) * 2.5
+        y_TD = torch.zeros_like(x_TD)
+        for tokens_C, weights_C, expert in zip(
+            tokens_EC, weights.split(count), self.experts, strict=True
+        ):
+            y_TD = y_TD.index_add(0, tokens_C, expert(x_TD[tokens_C]) * weights_C[:, None])
+        return y_TD.reshape(x.shape)
+
+
 @torch.jit.script
 def capacity_of(gates_TE: Tensor, factor: Tensor, least: Tensor) -> Tensor:
     capacity = torch.ceil((gates_TE.shape[0] / gates_TE.shape[1]) * factor).to(torch.int64)
@@ -168,6 +221,7 @@ class Scripted(Layer):
 
 LAYERS = (
     TopP, Threshold, ReLURouting, MaskedSecond, Scaled, Capacity, ExpertChoice, InASubmodule,
+    NullExperts, WithoutWeights, ExpertChoiceInRows,
 )  # fmt: skip
 
 
@@ -251,6 +305,27 @@ def test_compiled_code_runs_the_router() -> None:
     compiled = torch.compile(converted, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(tokens(3, 4)), model(tokens(3, 4)))
+
+
+class ReturnsTokens(ExpertChoice):
+    """Of few tokens experts choose none, and it returns which."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x_TD = x.reshape(-1, WIDTH)
+        scores_ET = self.gate(x_TD).softmax(dim=-1).mT
+        weights_EC, tokens_EC = scores_ET.topk(int(len(x_TD) * 2 / COUNT), dim=-1)
+        y_TD = torch.zeros_like(x_TD)
+        for weights_C, tokens_C, expert in zip(weights_EC, tokens_EC, self.experts, strict=True):
+            y_TD = y_TD.index_add(0, tokens_C, expert(x_TD[tokens_C]) * weights_C[:, None])
+        return y_TD.reshape(x.shape), tokens_EC
+
+
+def test_ids_of_no_tokens_are_returned() -> None:
+    layer = ReturnsTokens().eval()
+    original = copy.deepcopy(layer)
+    assert [replaced.module for replaced in dynamo_moe.convert(layer).replaced] == [""]
+    for shape in SIZES:
+        torch.testing.assert_close(layer(tokens(*shape)), original(tokens(*shape)))
 
 
 def test_a_file_has_nothing_of_a_capacitys_slots() -> None:
