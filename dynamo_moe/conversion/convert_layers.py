@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from dynamo_moe.conversion.observation import (
     few_threads,
     has_values,
     in_float32,
+    keeping_parameters,
     preserving_state,
     using_tensors,
 )
@@ -100,12 +101,38 @@ def convert_layers(
     calls: dict[str, OtherArguments] = {}
     if example is not None:
         paths = [path for candidate in located for path in candidate.paths]
-        with state_kept(model):
+        with state_kept(model), ExitStack() as removed:
+            for candidate in filter(lambda each: each.looks_like_moe(model), located):
+                removed.enter_context(_parameters_kept_in_calls(model, candidate))
             calls = observe_calls(model, *example, paths)
     # What a layer remembers of its weights, it remembers of those that it was tried with.
     with state_kept(model, attributes=False):
         outcomes = [_convert_candidate(model, candidate, known, calls) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
+
+
+@contextmanager
+def _parameters_kept_in_calls(model: nn.Module, candidate: LayerCandidate) -> Iterator[None]:
+    """Restores, after each call of a candidate, the parameters beside its experts."""
+    module = model.get_submodule(candidate.path)
+    prefix = f"{candidate.path}." if candidate.path else ""
+    calls: list[AbstractContextManager[Any]] = []
+
+    def before(*_: Any) -> None:
+        named = module.named_parameters()
+        beside = {n: p for n, p in named if not candidate.experts.holds(prefix + n)}
+        calls.append(keeping_parameters(beside))
+        calls[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        calls.pop().__exit__(None, None, None)
+
+    handles = module.register_forward_pre_hook(before), module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _convert_candidate(

@@ -41,6 +41,7 @@ from dynamo_moe.conversion.layer_spec import (
 from dynamo_moe.conversion.locate_layers import LocatedExperts
 from dynamo_moe.conversion.observation import (
     ObservedForward,
+    keeping_parameters,
     observe_forward,
     on_any_device,
     on_tokens,
@@ -112,12 +113,14 @@ class IdentifiedLayer:
         weights: The random parameters and buffers, by path.
         leading: The leading dimensions of the tokens.
         others: What else its forward gets.
+        changing: The parameters that its forward changes.
     """
 
     spec: LayerSpec
     weights: dict[str, Tensor]
     leading: tuple[int, ...]
     others: OtherArguments
+    changing: tuple[str, ...] = ()
 
     def example(self, module: nn.Module) -> Tensor:
         """Returns tokens of the shape that it was found with, in the dtype of the layer."""
@@ -127,8 +130,8 @@ class IdentifiedLayer:
 
     def own_forward(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """Returns the layer's own forward, from and to tokens ``[..., D]``."""
-        run = on_any_device(module)
-        return on_tokens(run, self.others, channels_first=self.spec.channels_first)
+        run = on_tokens(on_any_device(module), self.others, channels_first=self.spec.channels_first)
+        return self._restoring(module, run)
 
     def record(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """Returns what the record computes of the same."""
@@ -137,7 +140,21 @@ class IdentifiedLayer:
         def run(x: Tensor, **others: Any) -> Any:
             return spec(module, x, others)
 
-        return on_tokens(run, self.others, channels_first=spec.channels_first)
+        return self._restoring(
+            module, on_tokens(run, self.others, channels_first=spec.channels_first)
+        )
+
+    def _restoring(
+        self, module: nn.Module, run: Callable[[Tensor], Any]
+    ) -> Callable[[Tensor], Any]:
+        """Returns a function that leaves the parameters as they were."""
+
+        def restored(x: Tensor) -> Any:
+            changing = {name: attrgetter(name)(module) for name in self.changing}
+            with keeping_parameters(changing):
+                return run(x)
+
+        return restored if self.changing else run
 
 
 def identify_layer(
@@ -173,7 +190,10 @@ def identify_layer(
             try:
                 specs = trial.specs_of_own_code() if own_code else [trial.spec()]
                 leading = tuple(trial.x.shape[:-1])
-                return [IdentifiedLayer(spec, weights, leading, others) for spec in specs]
+                return [
+                    IdentifiedLayer(spec, weights, leading, others, trial.changing)
+                    for spec in specs
+                ]
             except ValueError as refusal:
                 refusals.append(refusal)
     # The first, unless another width shows that it routes.
@@ -270,20 +290,24 @@ def _observe(
             "arguments, as in convert(model, args), shows how"
         )
     first_failure: Exception | None = None
+    of_experts = {name for experts in candidates for name in experts.parameter_names()}
+    beside = {n: p for n, p in module.named_parameters() if n not in of_experts}
     for leading, channels_first in _LEADING:
         x = random_tokens(*leading, width, like=_floating(module))
         run = on_tokens(on_any_device(module), others, channels_first=channels_first)
         try:
-            seen = observe_forward(module, run, x, hidden)
+            with keeping_parameters(beside) as changing:
+                seen = observe_forward(module, run, x, hidden)
         except Exception as failure:  # The module is the user's: anything can come out of it.
             first_failure = first_failure or failure
             continue
         with exclusive(), torch.random.fork_rng(()):
             torch.default_generator.manual_seed(torch.initial_seed() + 1)
-            again = observe_forward(module, run, x, hidden)
+            with keeping_parameters(beside):
+                again = observe_forward(module, run, x, hidden)
         if not _same(seen.result, again.result):
             raise ValueError("it gives other numbers each time, in evaluation mode too")
-        return _Trial(module, candidates, hidden, x, others, seen, channels_first)
+        return _Trial(module, candidates, hidden, x, others, seen, channels_first, tuple(changing))
     first_line = str(first_failure).strip().split("\n")[0]
     raise TakesNoTokensError(
         f"it takes no tokens of its experts' width {width}: {first_line}"
@@ -341,6 +365,7 @@ class _Trial:
     others: OtherArguments
     seen: ObservedForward
     channels_first: bool
+    changing: tuple[str, ...]
 
     @property
     def num_experts(self) -> int:

@@ -52,6 +52,13 @@ class LocatedExperts:
         """Whether a parameter holds a matrix of every expert."""
         return any(len(names) == 1 for names in self.stacks)
 
+    def holds(self, parameter: str) -> bool:
+        """Whether a parameter is an expert's, by its path."""
+        inner = parameter.removeprefix(f"{self.path}." if self.path else "")
+        if self.stacks:
+            return any(inner in names for names in self.stacks)
+        return inner != parameter
+
 
 @dataclass(frozen=True)
 class LayerCandidate:

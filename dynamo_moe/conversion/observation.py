@@ -194,6 +194,25 @@ def preserving_state(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
                 (value.extend if isinstance(value, list) else value.update)(earlier)
 
 
+@contextlib.contextmanager
+def keeping_parameters(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Restores parameters that change meanwhile, as X-MoE's router scales its own in each forward.
+
+    Yields:
+        The names of those that changed; filled at the end.
+    """
+    changed: list[str] = []
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        yield changed
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if not torch.equal(parameter, before[name]):
+                    changed.append(name)
+                    parameter.copy_(before[name])
+
+
 def check_no_hooks(module: nn.Module) -> None:
     """Raises ValueError if a module or one of its submodules has forward hooks."""
     if any(map(has_forward_hooks, module.modules())):

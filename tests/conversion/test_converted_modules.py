@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,27 @@ def test_trials_leave_nothing_behind() -> None:
     assert len(dynamo_moe.convert(model).replaced) == 1
     assert model[0]._shapes == []
     assert list(model.state_dict()) == names
+
+
+class ScalesItsRouter(Listed):
+    """Scales its router's rows in each forward, as X-MoE of arXiv 2204.09179."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            self.gate.weight.mul_(1.5 / self.gate.weight.norm(dim=1, keepdim=True))
+        return super().forward(x, scale, mask)
+
+
+@pytest.mark.parametrize("args", [(), (torch.ones(2, 16),)])
+def test_trials_leave_parameters_as_they_were(args: tuple[Tensor, ...]) -> None:
+    model = nn.Sequential(ScalesItsRouter()).eval()
+    original = copy.deepcopy(model)
+    assert len(dynamo_moe.convert(model, args).replaced) == 1
+    for value, before in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(value, before)
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), original(x))
 
 
 def test_hooks_that_would_not_run() -> None:
