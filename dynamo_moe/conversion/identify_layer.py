@@ -51,7 +51,12 @@ from dynamo_moe.conversion.observation import (
     using_tensors,
 )
 from dynamo_moe.conversion.other_arguments import OtherArguments, is_plain
-from dynamo_moe.conversion.own_routing import Value, dense_weights
+from dynamo_moe.conversion.own_routing import (
+    OwnRouting,
+    Value,
+    dense_weights,
+    line_that_decides,
+)
 from dynamo_moe.conversion.routing import (
     GateRouting,
     LinearRouter,
@@ -218,6 +223,11 @@ def side_effects(
     notes = [f"{name} is no longer updated" for name in changed]
     if seen.casts_to_half:
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
+    if isinstance(spec.routing, OwnRouting):
+        with preserving_state(module), using_tensors(module, identified.weights):
+            line = line_that_decides(spec.routing, module, x, identified.others.of_size(x))
+        if line is not None:
+            notes.append(f"its router decides by values at {line}, which an export may refuse")
     if any(value.kind == "zero" for value in spec.return_values()):
         notes.append("the loss that it returns beside its result is 0")
     attributes: dict[str, dict[str, Any]] = {}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynamo_moe.conversion.routing import Routed
+from dynamo_moe.model_lines import model_line
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private.pytorch import module_stack_kept
 
@@ -233,6 +234,36 @@ def _values_of(
             f"the layer's own forward did not compute its routing: it calls no {missing[0]}"
         )
     return until.computed
+
+
+class _DecidesError(BaseException):
+    """Leaves a forward at a decision; a model's own ``except Exception`` does not keep it."""
+
+
+class _LeaveAtDecision(TorchFunctionMode):
+    """Leaves the code that it is around where a tensor's value decides what runs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if name_of(func) == "__bool__":
+            raise _DecidesError
+        return func(*args, **(kwargs or {}))
+
+
+def line_that_decides(
+    routing: OwnRouting, module: nn.Module, x: Tensor, others: Mapping[str, Any]
+) -> str | None:
+    """Returns the line where a forward decides by a tensor's values how it routes, if it does.
+
+    No trace can follow that.
+    """
+    try:
+        with torch.no_grad(), _LeaveAtDecision():
+            routing(module, x, others)
+    except _DecidesError as decision:
+        return model_line(decision) or "a line that is not the model's"
+    return None
 
 
 # Where torch.compile would read the forward, it runs: functions of PyTorch that are Python code are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import re
 import traceback
 from collections.abc import Mapping
@@ -15,34 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe import pytree
+from dynamo_moe.model_lines import model_line
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.private import tracer
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 
 _TORCH = Path(torch.__file__).parent
-_CONVERSION = Path(__file__).parents[1] / "conversion"
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
-
-
-def model_line(error: BaseException) -> str | None:
-    """Returns the line of the model that an error comes from, like ``net.py:12 (`y.item()`)``.
-
-    That is the last line in a method of a module that is neither PyTorch's own nor a converted
-    module's. None if there is no such line.
-    """
-    location = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        of_others = not any(_is_in(frame, folder) for folder in (_TORCH, _CONVERSION))
-        if isinstance(frame.f_locals.get("self"), nn.Module) and of_others:
-            location = Path(frame.f_code.co_filename), line
-    if location is None:
-        return None
-    path, line = location
-    code = linecache.getline(str(path), line).strip()
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{line} (`{code}`)" if code else f"{path}:{line}"
 
 
 def casts_a_module(error: BaseException) -> bool:

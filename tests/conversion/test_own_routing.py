@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -332,6 +333,24 @@ def test_a_file_has_nothing_of_a_capacitys_slots() -> None:
     """The weights of the first choice are known ahead of ``[T, E, C]``."""
     _, converted = pair(Capacity)
     assert converted[0]._dynamo_moe_spec.routing.form in ("experts", "masked")
+
+
+class Decides(Layer):
+    def route(self, x_TD: Tensor) -> Tensor:
+        scores_TE = self.gate(x_TD).softmax(dim=-1)
+        if (scores_TE > 0.99).any():
+            scores_TE = scores_TE.clamp(max=0.99)
+        return scores_TE**2
+
+
+def test_the_report_names_a_decision_by_values(tmp_path: Path) -> None:
+    layer = Decides().eval()
+    (replaced,) = dynamo_moe.convert(layer).replaced
+    (note,) = replaced.notes
+    where = r"test_own_routing.py:\d+ \(`if \(scores_TE > 0.99\).any\(\):`\)"
+    assert re.match(rf"its router decides by values at .*{where}, which an export may refuse", note)
+    with pytest.raises(dynamo_moe.ExportError, match=where):
+        dynamo_moe.export(layer, (tokens(2, 5),), tmp_path / "model.onnx")
 
 
 class DropsInALoop(Layer):

@@ -1,0 +1,33 @@
+"""The lines of a model's code, for messages."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_OF_OTHERS = Path(torch.__file__).parent, Path(__file__).parent / "conversion"
+
+
+def model_line(error: BaseException) -> str | None:
+    """Returns the line of the model that an error comes from, like ``net.py:12 (`y.item()`)``.
+
+    That is the last line in a method of a module that is neither PyTorch's own nor a converted
+    module's. None if there is no such line.
+    """
+    location = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        of_others = any(path.is_relative_to(folder) for folder in _OF_OTHERS)
+        if isinstance(frame.f_locals.get("self"), nn.Module) and not of_others:
+            location = path, line
+    if location is None:
+        return None
+    path, line = location
+    code = linecache.getline(str(path), line).strip()
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line} (`{code}`)" if code else f"{path}:{line}"
