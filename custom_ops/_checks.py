@@ -118,14 +118,14 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
         ),
     )
     hidden = rows // per_hidden
-    _check_packed_weight("w1", w1, "[E, F, D", (experts, rows, width))
-    _check_packed_weight("w2", w2, "[E, D, H", (experts, width, hidden))
+    first = _check_packed_weight("w1", w1, "[E, F, D", (experts, rows, width))
+    second = _check_packed_weight("w2", w2, "[E, D, H", (experts, width, hidden))
     _check_dtype("w2_scales", w2.scales, (w1.scales.dtype,), "as w1_scales")
     _check_value(
-        width * w2.scales.shape[2] == hidden * w1.scales.shape[2],
+        any(block in second for block in first),  # Sizes may be symbols, which have no hash.
         lambda: (
-            f"w1 and w2 must have groups of one size, got {width // w1.scales.shape[2]} and "
-            f"{hidden // w2.scales.shape[2]}"
+            "the scales of w1 and w2 must be of blocks of one size (rows, columns), got "
+            f"{first[0]} and {second[0]}"
         ),
     )
     _check_value(
@@ -148,7 +148,8 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
 
 def _check_packed_weight(
     name: str, weight: PackedMatrices, axes: str, shape: tuple[int, int, int]
-) -> None:
+) -> list[tuple[int, int]]:
+    """Checks a weight, and returns its blocks."""
     values, scales, zero_points = weight.values, weight.scales, weight.zero_points
     *rows, columns = shape
     per_byte = weight.encoding.per_byte
@@ -159,18 +160,30 @@ def _check_packed_weight(
     )
     _check_shape(name, values, f"{axes} / {per_byte}]", (*rows, columns // per_byte))
     _check_dtype(f"{name}_scales", scales, weight.encoding.scales_dtypes)
-    _check_ndim(f"{name}_scales", scales, f"{axes} / G]")
-    groups = scales.shape[2]
+    experts, out = rows
     _check_value(
-        groups >= 1 and columns % max(groups, 1) == 0,
-        lambda: f"{name}_scales has {groups} groups, which must divide {axes[-1]} = {columns}",
+        scales.ndim == 3 and scales.shape[0] == experts,
+        lambda: f"{name}_scales must be [E, ...] = [{experts}, ...], got {_text(scales)}",
     )
-    _check_shape(f"{name}_scales", scales, f"{axes} / G]", (*rows, groups))
+    blocks = weight.encoding.blocks(out, columns, scales.shape[1:])
+    _check_value(
+        bool(blocks),
+        lambda: (
+            f"the scales of an expert in {name}_scales must have the shape "
+            f"{weight.encoding.scales_of(out, columns)} in {weight.encoding.name}, got "
+            f"{_text(tuple(scales.shape[1:]))}"
+        ),
+    )
+    _check_value(
+        zero_points is None or weight.encoding.has_zero_points,
+        lambda: f"{name}_zero_points must be None: {weight.encoding.name} has none",
+    )
     if zero_points is not None:
         _check_dtype(f"{name}_zero_points", zero_points, (torch.int8,))
-        one_each = (rows[0], 1, 1)
-        if tuple(zero_points.shape) != one_each:
-            _check_shape(f"{name}_zero_points", zero_points, f"{axes} / G]", (*rows, groups))
+        if tuple(zero_points.shape) != (experts, 1, 1):
+            groups = tuple(scales.shape)
+            _check_shape(f"{name}_zero_points", zero_points, f"{axes} / G]", groups)
+    return blocks
 
 
 def check_trainable(x: Tensor, w1: Tensor) -> None:

@@ -91,13 +91,14 @@ def experts_packed(
         expert_weights: ``[..., K]``, floating.
         w1: Bytes ``[E, F, D / 2]`` int8, two values each: the even column in the low bits.
         w2: Bytes ``[E, D, H / 2]`` int8.
-        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16.
+        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16, in ``mxfp4`` bytes int8.
         w2_scales: ``[E, D, H / G]`` in ``w1_scales``' dtype.
         w1_zero_points: ``[E, F, D / G]`` int8, or ``[E, 1, 1]``; None: 8.
         w2_zero_points: ``[E, D, H / G]`` int8, given where ``w1_zero_points`` is.
         b1: ``[E, F]`` in x's dtype, or None.
         b2: ``[E, D]`` in x's dtype, or None.
-        weight_format: ``int4``: a value is ``(q - zero_point) * scale`` with q in 0..15.
+        weight_format: ``int4``: a value is ``(q - zero_point) * scale`` with q in 0..15;
+            ``mxfp4``: E2M1 numbers, times an E8M0 scale for each 32.
         {options}
 
     Returns:

@@ -101,14 +101,28 @@ def unpacked(
     weight_format: str, values: Tensor, scales: Tensor, zero_points: Tensor | None
 ) -> Tensor:
     """The weights ``[E, N, K]`` that packed ones ``[E, N, ...]`` stand for, in float64."""
+    if weight_format == "fp8":
+        numbers, (rows, columns) = values.view(torch.float8_e4m3fn).double(), values.shape[-2:]
+        out = 128 if 1 < scales.shape[-2] < rows else rows // min(scales.shape[-2], rows)
+        depth = 128 if scales.shape[-1] > 1 else columns
+        spread = scales.double().repeat_interleave(out, -2).repeat_interleave(depth, -1)
+        return numbers * spread[..., :rows, :columns]
     group = values.shape[-1] * 2 // scales.shape[-1]
+    codes = torch.stack([values.long() % 16, values.long() // 16 % 16], -1).flatten(-2)
+    if weight_format == "mxfp4":
+        exponents = (scales.long() % 256).repeat_interleave(group, -1)
+        magnitudes = codes % 8
+        numbers = torch.where(
+            magnitudes < 2, magnitudes / 2, (1 + magnitudes % 2 / 2) * 2.0 ** (magnitudes // 2 - 1)
+        )
+        powers = torch.where(exponents == 255, torch.nan, 2.0 ** (exponents.double() - 127))
+        return torch.where(codes < 8, numbers, -numbers) * powers
     scales = scales.double().repeat_interleave(group, -1)
     zeros = torch.full_like(scales, 8)
     if zero_points is not None:
         zeros = zero_points.expand(*scales.shape[:-1], -1).double()
         zeros = zeros.repeat_interleave(scales.shape[-1] // zeros.shape[-1], -1)
-    codes = torch.stack([values.long() % 16, values.long() // 16 % 16], -1).flatten(-2)
-    return {"int4": (codes - zeros) * scales}[weight_format]
+    return (codes - zeros) * scales
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_plus_one: bool = False) -> Tensor:

@@ -120,7 +120,7 @@ def packed_format(
     encoding: str,
     operand_dtype: torch.dtype,
     scales_dtype: torch.dtype,
-    group: int,
+    block: tuple[int, int],
     *,
     zero_points: bool = False,
 ) -> WeightFormat:
@@ -130,11 +130,11 @@ def packed_format(
         encoding: One of :data:`custom_ops.packed_weights.ENCODINGS`.
         operand_dtype: Dtype of the tokens, in which the products compute.
         scales_dtype: Dtype of the scales.
-        group: How many values of a row share a scale.
+        block: The rows and columns of a matrix that share a scale.
         zero_points: Whether there are zero points.
 
     Raises:
-        ValueError: If there is no such encoding, or ``group`` is not positive.
+        ValueError: If there is no such encoding, or it has no such blocks.
         TypeError: If the encoding does not have scales of the dtype.
     """
     known = encoding_of(encoding)
@@ -143,13 +143,14 @@ def packed_format(
         raise TypeError(
             f"the scales of {encoding} must be one of {names}; got {dtype_name(scales_dtype)}"
         )
-    if group < 1:
-        raise ValueError(f"a group must have at least 1 value, got {group}")
+    taken = (known.block, *known.any_of)
+    if min(block) < 1 or (block not in taken if known.block else block[0] != 1):
+        raise ValueError(f"{encoding} has no scales of {block[0]} rows and {block[1]} columns")
     stored = [StoredTensor("", torch.int8, (1, known.per_byte))]
     stored.append(StoredTensor(SCALES, scales_dtype, OPEN))
     if zero_points:
         stored.append(StoredTensor(ZERO_POINTS, torch.int8, OPEN))
-    return WeightFormat(encoding, operand_dtype, tuple(stored), encoding, (1, group))
+    return WeightFormat(encoding, operand_dtype, tuple(stored), encoding, block)
 
 
 #: The formats that there are kernels for. A name's place, from 1 on, is its code in a bundle: a new

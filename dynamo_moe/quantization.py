@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
-from custom_ops.packed_weights import ENCODINGS, PackedWeight, encoding_of
+from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from dynamo_moe import packed_experts
 from dynamo_moe.conversion.packing import (
     converted_layers,
@@ -27,6 +27,8 @@ from dynamo_moe.weights.lazy_tensors import LazyTensor
 Scales = Callable[[str, int, Tensor], Tensor]
 """From a weight's path, an expert and its matrix ``[N, K]`` to its scales ``[N, K / G]``."""
 
+#: The formats that weights are rounded to.
+ROUNDED = ("int4",)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -109,7 +111,11 @@ def quantize(
             weight or a scale is not finite, or scales have another shape. Layers before the one
             that is named are packed then.
     """
-    encoding_of(weight_format)
+    if weight_format not in ROUNDED:
+        names = ", ".join(ROUNDED)
+        raise ValueError(
+            f"weight_format must be one of {names} to be rounded to; got {weight_format!r}"
+        )
     layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")

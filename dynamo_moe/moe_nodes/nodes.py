@@ -25,6 +25,7 @@ from custom_ops.options import (
     RouterOptions,
     WeightLayout,
 )
+from custom_ops.packed_weights import WHOLE
 from custom_ops.weight_formats import WeightFormat, packed_format, plain_format
 from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES, is_own_domain
 
@@ -68,9 +69,10 @@ OPTIONAL_INPUTS = (
     "w1_zero_points", "w2_zero_points", "router_bias", "b1", "b2", "selection_bias",
 )  # fmt: skip
 
-#: How the weights of a packed node are stored, and how many values of a row share a scale.
+#: How the weights of a packed node are stored, and the columns and rows that share a scale; 0: all.
 WEIGHT_FORMAT = "weight_format"
 BLOCK_SIZE = "block_size"
+BLOCK_ROWS = "block_rows"
 
 #: Whether the experts' parameters get gradients.
 TRAIN_PARAMETERS = "train_parameters"
@@ -166,7 +168,10 @@ def _weight_format(node: ir.Node, dtypes: Mapping[str, torch.dtype]) -> WeightFo
         _attribute(node, WEIGHT_FORMAT, str),
         dtypes["x"],
         dtypes["w1_scales"],
-        _attribute(node, BLOCK_SIZE, int),
+        (
+            _attribute(node, BLOCK_ROWS, int, 1) or WHOLE,
+            _attribute(node, BLOCK_SIZE, int) or WHOLE,
+        ),
         zero_points="w1_zero_points" in dtypes,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx.helper
 import onnx_ir as ir
+import torch
 from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
@@ -19,6 +20,7 @@ from custom_ops.dtypes import FLOATS, IDS, KERNEL_FLOATS
 from custom_ops.options import EXPERT_OPTIONS, LAYOUT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
 from custom_ops.packed_weights import ENCODINGS
 from dynamo_moe.moe_nodes.nodes import (
+    BLOCK_ROWS,
     BLOCK_SIZE,
     DOMAIN,
     DROPLESS,
@@ -53,7 +55,7 @@ _TYPE_CONSTRAINTS = {
     "I": (ID_TYPES, "Expert indices."),
     "P": ((ir.DataType.FLOAT, ir.DataType.DOUBLE), "Weights that the router computes."),
     "B": ((ir.DataType.INT8,), "Packed bytes."),
-    "C": (tuple(map(from_torch_dtype, KERNEL_FLOATS)), "Scales."),
+    "C": (tuple(map(from_torch_dtype, (*KERNEL_FLOATS, torch.int8))), "Scales."),
 }
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),
@@ -67,15 +69,15 @@ _TENSORS = {
     "w2": ("W", "Second product [E, D, H], or [E, H, D] if transposed."),
     "b1": ("W", "[E, F]."),
     "b2": ("W", "[E, D]."),
-    "w1_scales": ("C", "[E, F, D / block_size]."),
-    "w2_scales": ("C", "[E, D, H / block_size]."),
-    "w1_zero_points": ("B", "[E, F, D / block_size], or [E, 1, 1]; 8 if absent."),
+    "w1_scales": ("C", "[E, F / block_rows, D / block_size]; in `mxfp4` bytes of E8M0."),
+    "w2_scales": ("C", "[E, D / block_rows, H / block_size]."),
+    "w1_zero_points": ("B", "[E, F, D / block_size], or [E, 1, 1]; 8 if absent. Of `int4` alone."),
     "w2_zero_points": ("B", "[E, D, H / block_size], or [E, 1, 1]; 8 if absent."),
 }
 # What differs where weights are packed.
 _PACKED_TENSORS = {
-    "w1": ("B", "First product: bytes [E, F, D / 2] of two values, the even column's low."),
-    "w2": ("B", "Second product: bytes [E, D, H / 2]."),
+    "w1": ("B", "First product: bytes [E, F, D], or [E, F, D / 2] where a byte has two values."),
+    "w2": ("B", "Second product: bytes [E, D, H], or [E, D, H / 2]."),
     "b1": ("T", "[E, F]."),
     "b2": ("T", "[E, D]."),
 }
@@ -163,8 +165,13 @@ _STORAGE = [
     OpSchema.Attribute(
         BLOCK_SIZE,
         OpSchema.AttrType.INT,
-        "How many values of a row, along the products' inputs, share a scale.",
+        "How many columns of a matrix, along the product's inputs, share a scale; 0: all.",
         required=True,
+    ),
+    OpSchema.Attribute(
+        BLOCK_ROWS,
+        onnx.helper.make_attribute(BLOCK_ROWS, 1),
+        "How many of its rows share a scale; 0: all.",
     ),
 ]
 _RESULT = OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")

@@ -10,11 +10,12 @@ import torch
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
-from custom_ops.packed_weights import ENCODINGS
+from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding
 from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import training_body
 from dynamo_moe.moe_nodes.nodes import (
+    BLOCK_ROWS,
     BLOCK_SIZE,
     DOMAIN,
     DROPLESS,
@@ -65,9 +66,9 @@ def _attributes(arguments: Arguments) -> dict[str, Any]:
     experts, width, hidden = _sizes(arguments["w2"])
     storage = {}
     if WEIGHT_FORMAT in arguments:
-        hidden *= ENCODINGS[arguments[WEIGHT_FORMAT]].per_byte
-        block_size = hidden // _sizes(arguments["w2_scales"])[-1]
-        storage = {WEIGHT_FORMAT: arguments[WEIGHT_FORMAT], BLOCK_SIZE: block_size}
+        encoding = ENCODINGS[arguments[WEIGHT_FORMAT]]
+        hidden *= encoding.per_byte
+        storage = {WEIGHT_FORMAT: encoding.name, **_block(encoding, arguments, width, hidden)}
     sizes = {"experts": experts, "top_k": top_k, "width": width, "hidden": hidden}
     options = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if has_router else ()))
     return {
@@ -75,6 +76,16 @@ def _attributes(arguments: Arguments) -> dict[str, Any]:
         **storage,
         **{option.attribute: arguments[option.name] for option in options},
     }
+
+
+def _block(encoding: Encoding, arguments: Arguments, width: int, hidden: int) -> dict[str, int]:
+    """Returns the attributes that say which rows and columns share a scale in both weights."""
+    _, rows, _ = _sizes(arguments["w1"])
+    first = encoding.blocks(rows, width, _sizes(arguments["w1_scales"])[1:])
+    second = encoding.blocks(width, hidden, _sizes(arguments["w2_scales"])[1:])
+    block = next(block for block in first if block in second)
+    block_rows, block_size = (0 if size == WHOLE else size for size in block)
+    return {BLOCK_SIZE: block_size, BLOCK_ROWS: block_rows}
 
 
 def _gradient_attributes(arguments: Arguments) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class LazyTensor(Tensor):
     def origin(self) -> Stored | None:
         """Where its values lie in a file as they are; None if they have to be computed."""
         source: Any = self._source
-        while isinstance(source, _Result) and source.function in _SAME:
+        while isinstance(source, _Result) and source.function in _SAME_BYTES:
             source = getattr(source.args[0], "_source", None)
         return source if isinstance(source, Stored) else None
 
@@ -240,6 +240,8 @@ _Rows = Callable[[int, int], Tensor]
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 _POINTWISE = _SAME | {_aten.clone.default, _aten._to_copy.default}
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+# Of what is contiguous, as all is that lies in a file.
+_SAME_BYTES = _SAME | {*_VIEWS, _aten.view.dtype}
 
 
 def _row_reader(tensor: Tensor) -> _Rows | None:

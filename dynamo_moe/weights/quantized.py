@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops.packed_weights import ENCODINGS, PackedMatrices, PackedWeight
+from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed, origin_of
 
 _aten = torch.ops.aten
@@ -41,16 +41,14 @@ class _Decoding:
     dtype: torch.dtype
 
     def __call__(self, values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Any = None) -> Tensor:
-        zero_points = None if zero_points_NG is None else zero_points_NG[None]
-        values, scales = values_NB[None], scales_NG[None]
-        encoding = ENCODINGS[self.encoding]
-        return PackedMatrices(encoding, values, scales, zero_points, self.dtype)[0]
+        decode, wide = ENCODINGS[self.encoding].decode, torch.float32
+        return decode(values_NB.view(torch.uint8), scales_NG, zero_points_NG, wide).to(self.dtype)
 
 
 def decoded(
-    encoding: str, weight: PackedWeight, shape: tuple[int, int], dtype: torch.dtype
+    encoding: str, weight: PackedWeight, shape: tuple[int, ...], dtype: torch.dtype
 ) -> LazyTensor:
-    """Returns a matrix ``[N, K]`` that is decoded when it is read."""
+    """Returns a matrix ``[N, K]``, or ``[E, N, K]``, that is decoded when it is read."""
     parts = weight if weight.zero_points is not None else weight[:2]
     return computed(_Decoding(encoding, dtype), parts, shape, dtype)
 
@@ -72,8 +70,10 @@ def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
     ((encoding, count),) = kinds
     values, scales, *zero_points = parts[:count]
     *rows, columns = tensor.shape
-    per_byte = ENCODINGS[encoding].per_byte
-    if list(values.shape) != [*rows, columns // per_byte] or list(scales.shape[:-1]) != rows:
+    known = ENCODINGS[encoding]
+    if list(values.shape) != [*rows, columns // known.per_byte] or scales.ndim != tensor.ndim:
+        return None
+    if not known.blocks(rows[-1], columns, scales.shape[-2:]):
         return None
     return encoding, PackedWeight(values, scales, *zero_points)
 
@@ -93,6 +93,8 @@ def _remade(tensor: Any, part: int, leaves: list[tuple[_Decoding, tuple[Tensor, 
     if function not in _MOVES or index is not None or kwargs:
         raise _OtherwiseError
     first, *rest = args
+    if function is _aten.transpose.int and (before := _transposed_back(tensor)) is not None:
+        return _remade(before, part, leaves)
     if isinstance(first, (list, tuple)):
         moved: Any = [_remade(each, part, leaves) for each in first]
         missing = any(each is None for each in moved)
@@ -100,6 +102,20 @@ def _remade(tensor: Any, part: int, leaves: list[tuple[_Decoding, tuple[Tensor, 
         moved = _remade(first, part, leaves)
         missing = moved is None
     return None if missing else function(moved, *rest)
+
+
+def _transposed_back(tensor: Tensor) -> Tensor | None:
+    """Returns what a transpose of a transpose is, whose bytes may lie in a file; or None."""
+    axes: list[set[int]] = []
+    before: Any = tensor
+    while len(axes) < 2:
+        function, args, *_ = origin_of(before) or (None, (None,))
+        if function is _aten.transpose.int:
+            axes.append({axis % tensor.ndim for axis in args[1:]})
+        elif function not in _SAME:
+            return None
+        before = args[0]
+    return before if axes[0] == axes[1] else None
 
 
 # --- Formats of checkpoints ---
@@ -132,6 +148,8 @@ def _compressed_tensors(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """``pack-quantized`` with 4 bits, of https://github.com/vllm-project/compressed-tensors."""
+    if config.get("format") == "float-quantized":
+        return _with_scales(tensors, "weight_scale", dtype)
     if config.get("format") != "pack-quantized":
         raise ValueError(f"compressed-tensors format {config.get('format')!r} is not taken")
     result: dict[str, Tensor] = {}
@@ -321,7 +339,77 @@ def _contiguous_t(scales_GN: Tensor) -> Tensor:
     return scales_GN.t().contiguous()
 
 
+def _mxfp4(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """gpt-oss's: ``_blocks`` ``[E, N, K / 32, 16]`` and ``_scales``, of all experts in one."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scales"):
+            if name.replace("_scales", "_blocks") not in tensors:
+                raise ValueError(f"{name} has no {name.replace('_scales', '_blocks')}")
+        elif name.endswith("_blocks"):
+            prefix = name.removesuffix("_blocks")
+            scales = tensors.get(f"{prefix}_scales")
+            if scales is None:
+                raise ValueError(f"{name} has no {prefix}_scales")
+            if tensor.ndim != 4 or tensor.shape[:3] != scales.shape or tensor.shape[3] != 16:
+                raise ValueError(
+                    f"{name}, {list(tensor.shape)}, with scales {list(scales.shape)} is not mxfp4"
+                )
+            experts, rows, groups, _ = tensor.shape
+            values = tensor.view(experts, rows, groups * 16).view(torch.int8)
+            packed = PackedWeight(values, scales.view(torch.int8))
+            shape = (experts, rows, groups * 32)
+            # The model's own parameter lies as (in, out).
+            weight = decoded("mxfp4", packed, shape, dtype or torch.bfloat16)
+            result[prefix] = weight.transpose(1, 2)
+        else:
+            result[name] = tensor
+    return result
+
+
+def _fp8(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """DeepSeek-V3's and Qwen3's: E4M3, and ``weight_scale_inv`` for each block of 128 x 128."""
+    _check_option(config, "weight_block_size", ([128, 128], (128, 128)))
+    return _with_scales(tensors, "weight_scale_inv", dtype)
+
+
+def _with_scales(
+    tensors: Mapping[str, Tensor], kind: str, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Returns tensors in which E4M3 weights are decoded with the scales of a name."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        if part == kind:
+            if f"{prefix}.weight" not in tensors:
+                raise ValueError(f"{name} has no {prefix}.weight")
+        elif part == "weight" and tensor.dtype == torch.float8_e4m3fn:
+            scales = tensors.get(f"{prefix}.{kind}")
+            if scales is None:
+                raise ValueError(f"{name} is in float8 and has no {prefix}.{kind}")
+            rows, columns = tensor.shape
+            if scales.numel() == 1:  # As rows', since gate and up may have two.
+                scales = scales.reshape(1, 1).expand(rows, 1)
+            if not ENCODINGS["fp8"].blocks(rows, columns, scales.shape):
+                raise ValueError(
+                    f"{name}, {list(tensor.shape)}, has scales {list(scales.shape)}; they must be "
+                    f"{ENCODINGS['fp8'].scales_of(rows, columns)}"
+                )
+            packed = PackedWeight(tensor.view(torch.int8), scales)
+            to = dtype or torch.bfloat16
+            result[name] = decoded("fp8", packed, (rows, columns), to)
+        else:
+            result[name] = tensor
+    return result
+
+
 _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,

@@ -260,7 +260,10 @@ def test_errors_leave_the_model() -> None:
     model = listed()
     expected = model(tokens(3))
     for options, message in (
-        ({"weight_format": "int3"}, "weight_format must be one of int4; got 'int3'"),
+        (
+            {"weight_format": "int3"},
+            "weight_format must be one of int4 to be rounded to; got 'int3'",
+        ),
         ({"group": 24}, r"0\.w1 has rows of 64 values, which group=24 must divide"),
         ({"group": 64}, r"0\.w2 has rows of 32 values, which group=64 must divide"),
         ({"group": 0}, "group must be at least 1, got 0"),

@@ -24,7 +24,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "biases alone": GATED | {"scales_dtype": torch.bfloat16},
     "half scales": {"scales_dtype": torch.float16, "group": 16, "biases": False},
     "on input": GATED | {"weight_on_input": True},
+    "mxfp4": {"weight_format": "mxfp4", "biases": False},
+    "mxfp4 with biases": GATED | {"weight_format": "mxfp4", "interleaved": True},
 }
+FORMS |= {
+    form: GATED | {"weight_format": form, "biases": form == "fp8"}
+    for form in ("fp8", "fp8 rows", "fp8 whole")
+}
+_OF_QMOE = [
+    name for name, form in FORMS.items() if "weight_format" not in form and name != "on input"
+]
 
 
 class Layer(nn.Module):
@@ -71,6 +80,19 @@ def test_one_node_that_runs(op: str, form: str, body: Any, tmp_path: Path) -> No
             torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole"])
+@pytest.mark.parametrize("body", ["loop", "unrolled"])
+def test_blocks_that_are_cut_off(body: Any, form: str, tmp_path: Path) -> None:
+    case = packed_case("dropless", form, width=200, hidden=144, biases=False, shape=(5,), **GATED)
+    model, path = Layer(case).eval(), tmp_path / "layer.onnx"
+    dynamo_moe.export(model, (torch.zeros(2, 200),), path, body=body)
+    session = ort.InferenceSession(path)
+    for batch in (1, 3, 900):
+        x = torch.randn(batch, 200, generator=torch.Generator().manual_seed(batch))
+        (result,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_half_precision_tokens(tmp_path: Path) -> None:
     model = layer("dropless", dtype=torch.float16, biases=False, **GATED)
     dynamo_moe.export(model, (tokens(2, 5, dtype=torch.float16),), tmp_path / "layer.onnx")
@@ -104,7 +126,7 @@ def test_verified(op: str, tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model, [(tokens(2, 5),), (tokens(9, 5),)]).passed
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "on input"])
+@pytest.mark.parametrize("form", _OF_QMOE)
 @pytest.mark.parametrize("op", OPS)
 def test_onnx_runtime_s_own_operator(op: str, form: str, tmp_path: Path) -> None:
     model, path = layer(op, **FORMS[form] | {"group": 16}), tmp_path / "layer.onnx"
@@ -142,3 +164,9 @@ def test_groups_that_onnx_runtime_s_operator_does_not_take(tmp_path: Path) -> No
         dynamo_moe.export(
             layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime"
         )
+
+
+def test_formats_that_onnx_runtime_s_operator_does_not_run(tmp_path: Path) -> None:
+    model = layer("dropless", **FORMS["mxfp4"])
+    with pytest.raises(ValueError, match=r"QMoE of ONNX Runtime 1\.31 does not run mxfp4"):
+        dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime")

@@ -62,12 +62,16 @@ def stored_awq(part: dict[str, np.ndarray]) -> dict[str, Tensor]:
     }
 
 
-def opened(stored: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+def opened(stored: dict[str, Tensor], config: dict[str, Any]) -> Any:
     from dynamo_moe.weights.lazy_tensors import LazyTensor
 
     lazy = {f"a.{name}": LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
     (result,) = with_decoded(lazy, config, torch.float32).values()
     return result
+
+
+def packed_of(weight: Tensor) -> Any:
+    return packed_weight(weight.unsqueeze(0))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_gptq(config: dict[str, Any], less: int) -> None:
     part = parts(0)
     weight = opened(stored_gptq(part, less=less), config)
     assert torch.equal(weight.read(), torch.from_numpy(part["weight"]).float())
-    kind, packed = packed_weight(weight.unsqueeze(0))
+    kind, packed = packed_of(weight)
     bytes_NB = packed.values.read()[0].view(torch.uint8).numpy()
     assert kind == "int4"
     assert np.array_equal(bytes_NB & 15, part["codes"][:, ::2])
@@ -96,7 +100,7 @@ def test_gptq_with_columns_by_activation_is_decoded() -> None:
     weight = opened(stored, GPTQ | {"desc_act": True})
     expected = torch.from_numpy(part["weight"][:, order]).float()
     assert torch.equal(weight.read(), expected)
-    assert packed_weight(weight.unsqueeze(0)) is None
+    assert packed_of(weight) is None
 
 
 def test_awq_is_what_compressed_tensors_makes_of_it() -> None:
@@ -109,13 +113,14 @@ def test_awq_is_what_compressed_tensors_makes_of_it() -> None:
     args = arguments(symmetric=False, group=GROUP)
     local = {name.removeprefix("a."): tensor for name, tensor in made.items()}
     assert torch.equal(weight.read().half(), decompressed(local, args).half())
-    _, packed = packed_weight(weight.unsqueeze(0))
+    _, packed = packed_of(weight)
     assert torch.equal(packed.values.read()[0], local["weight_packed"].view(torch.int8))
 
 
 @pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
 def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
-    folder, stored = tmp_path / "model", {}
+    folder = tmp_path / "model"
+    stored: dict[str, Tensor] = {}
     language_model("qwen3_moe").save_pretrained(folder)
     store = stored_gptq if config is GPTQ else stored_awq
     for seed, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):

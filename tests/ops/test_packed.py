@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import custom_ops
 from custom_ops import reference
-from custom_ops.packed_weights import ENCODINGS
+from custom_ops.packed_weights import ENCODINGS, WHOLE
 from custom_ops.weight_formats import packed_format
 from dynamo_moe.tolerances import tolerance_for
 from moe_cases import EXPERT_FORMS, OPS
@@ -42,6 +43,71 @@ def test_every_byte_stands_for_two_codes() -> None:
         assert torch.equal(oracle, expected - zero)
     default = ENCODINGS["int4"].decode(packed, torch.ones(1, 1), None, torch.float32)
     assert torch.equal(default.double(), expected - 8)
+
+
+def test_every_byte_of_mxfp4() -> None:
+    """Each pair of numbers with each scale, as ml_dtypes has them."""
+    numbers = np.arange(256, dtype=np.uint8)
+    pairs = np.stack([numbers & 15, numbers >> 4], -1).astype(np.uint8)
+    values = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float64).reshape(1, 512)
+    scales = numbers.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    packed, powers = torch.from_numpy(numbers).view(1, 256), torch.from_numpy(numbers)
+    for scale, power in zip(scales, powers, strict=True):
+        scales_NG = power.repeat(1, 16).view(torch.int8)
+        expected = torch.from_numpy(values * scale)
+        decoded = ENCODINGS["mxfp4"].decode(packed, scales_NG, None, torch.float32)
+        assert torch.equal(decoded.nan_to_num(7), expected.float().nan_to_num(7))
+        oracle = reference.unpacked("mxfp4", packed.view(torch.int8), scales_NG, None)
+        assert torch.equal(oracle.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@both_ops
+def test_mxfp4(op: str, dtype: torch.dtype) -> None:
+    options = {"activation": "clamped_swiglu", "gated": True, "interleaved": True}
+    case = packed_case(op, "mxfp4", dtype=dtype, **options)
+    assert torch.equal(case(), case.decoded()())
+    assert_close(case(), case.oracle(), torch.float32 if dtype == torch.float64 else dtype)
+    with pytest.raises(
+        ValueError, match=r"w1_scales must have the shape \[64, 1\] in mxfp4, got \[64, 2\]"
+    ):
+        case.changed(w1_scales=torch.zeros(5, 64, 2, dtype=torch.int8))()
+    with pytest.raises(TypeError, match="w1_scales must be int8, got float32"):
+        case.changed(w1_scales=torch.zeros(5, 64, 1))()
+    zero_points = torch.zeros(5, 1, 1, dtype=torch.int8)
+    with pytest.raises(ValueError, match="w1_zero_points must be None: mxfp4 has none"):
+        case.changed(w1_zero_points=zero_points, w2_zero_points=zero_points)()
+
+
+def test_every_byte_of_fp8() -> None:
+    numbers = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+    packed = torch.from_numpy(numbers).view(1, 256)
+    decoded = ENCODINGS["fp8"].decode(packed, torch.full((1, 2), 0.5), None, torch.float32)
+    assert torch.equal(decoded[0].double().nan_to_num(7), (expected / 2).nan_to_num(7))
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole"])
+@pytest.mark.parametrize("sizes", [(32, 16), (128, 256), (200, 144)], ids=str)
+@both_ops
+def test_fp8(op: str, sizes: tuple[int, int], form: str) -> None:
+    """Also where blocks are cut off, and where a matrix has one alone."""
+    width, hidden = sizes
+    for dtype in FLOATS:
+        case = packed_case(
+            op, form, dtype=dtype, width=width, hidden=hidden, activation="silu", gated=True
+        )
+        assert torch.equal(case(), case.decoded()())
+        assert_close(case(), case.oracle(), torch.float32 if dtype == torch.float64 else dtype)
+
+
+def test_scales_that_fp8_does_not_have() -> None:
+    case = packed_case("experts", "fp8", width=256, hidden=256)
+    sizes = r"\[2, 2\] or \[1, 1\] or \[256, 1\] in fp8, got \[2, 1\]"
+    with pytest.raises(ValueError, match=f"an expert in w1_scales must have the shape {sizes}"):
+        case.changed(w1_scales=torch.ones(5, 2, 1))()
+    with pytest.raises(ValueError, match=r"blocks of one size .*, got \(1, \d+\) and \(128, 128\)"):
+        case.changed(w1_scales=torch.ones(5, 256, 1))()
 
 
 @pytest.mark.pairwise
@@ -150,7 +216,7 @@ def test_one_expert_is_decoded_at_a_time(op: str, monkeypatch: pytest.MonkeyPatc
         decoded.append(values.ndim)
         return encoding.decode(values, *rest)
 
-    counting = {"int4": type(encoding)("int4", 2, encoding.scales_dtypes, counted)}
+    counting = {"int4": replace(encoding, decode=counted)}
     monkeypatch.setattr("custom_ops.packed_weights.ENCODINGS", counting)
     case = packed_case(op, shape=(1,), experts=64)
     case()
@@ -158,7 +224,11 @@ def test_one_expert_is_decoded_at_a_time(op: str, monkeypatch: pytest.MonkeyPatc
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"weight_format": "int5"}, ValueError, "weight_format must be one of int4; got 'int5'"),
+    (
+        {"weight_format": "int5"},
+        ValueError,
+        "weight_format must be one of int4, mxfp4, fp8; got 'int5'",
+    ),
     ({"w1": torch.zeros(5, 16, 16)}, TypeError, "w1 must be int8, got float32"),
     (
         {"w1": torch.zeros(5, 16, 15, dtype=torch.int8)},
@@ -172,11 +242,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"x": torch.zeros(3, 31)}, ValueError, "D must be a multiple of 2 where it is packed, got 31"),
     ({"x": torch.zeros(3, 32, dtype=torch.int32)}, TypeError, "x must be one of float32"),
-    ({"w1_scales": torch.ones(5, 16, 3)}, ValueError, "3 groups, which must divide D = 32"),
-    ({"w1_scales": torch.ones(5, 16, 0)}, ValueError, "0 groups, which must divide D = 32"),
-    ({"w1_scales": torch.ones(5, 15, 4)}, ValueError, r"w1_scales must be \[E, F, D / G\]"),
-    ({"w1_scales": torch.ones(5, 16)}, ValueError, r"w1_scales must be \[E, F, D / G\]"),
-    ({"w2_scales": torch.ones(5, 32, 1)}, ValueError, "groups of one size, got 8 and 16"),
+    (
+        {"w1_scales": torch.ones(5, 16, 3)},
+        ValueError,
+        r"must have the shape \[16, G\], where G divides 32 in int4, got \[16, 3\]",
+    ),
+    ({"w1_scales": torch.ones(5, 16, 0)}, ValueError, r"G divides 32 in int4, got \[16, 0\]"),
+    ({"w1_scales": torch.ones(5, 15, 4)}, ValueError, r"G divides 32 in int4, got \[15, 4\]"),
+    ({"w1_scales": torch.ones(5, 16)}, ValueError, r"w1_scales must be \[E, ...\] = \[5, ...\]"),
+    ({"w2_scales": torch.ones(5, 32, 1)}, ValueError, r"of one size .* \(1, 8\) and \(1, 16\)"),
     (
         {"w2_scales": torch.ones(5, 32, 2).half()},
         TypeError,
@@ -219,16 +293,24 @@ def test_functions_call_the_operators() -> None:
 
 
 def test_formats() -> None:
-    int4 = packed_format("int4", torch.bfloat16, torch.float16, 32, zero_points=True)
+    int4 = packed_format("int4", torch.bfloat16, torch.float16, (1, 32), zero_points=True)
     assert int4.expert_bytes(64, 96) == 64 * (48 + 3 * 2 + 3)
     assert int4.has_zero_points
     assert not int4.is_plain
-    with pytest.raises(ValueError, match="weight_format must be one of int4; got 'int3'"):
-        packed_format("int3", torch.float32, torch.float32, 32)
+    with pytest.raises(
+        ValueError, match="weight_format must be one of int4, mxfp4, fp8; got 'int3'"
+    ):
+        packed_format("int3", torch.float32, torch.float32, (1, 32))
     with pytest.raises(TypeError, match=r"scales of int4 must be one of float32, .*; got float64"):
-        packed_format("int4", torch.float32, torch.float64, 32)
-    with pytest.raises(ValueError, match="a group must have at least 1 value, got 0"):
-        packed_format("int4", torch.float32, torch.float32, 0)
+        packed_format("int4", torch.float32, torch.float64, (1, 32))
+    with pytest.raises(ValueError, match="int4 has no scales of 1 rows and 0 columns"):
+        packed_format("int4", torch.float32, torch.float32, (1, 0))
+    with pytest.raises(ValueError, match="fp8 has no scales of 64 rows and 64 columns"):
+        packed_format("fp8", torch.float32, torch.float32, (64, 64))
+    fp8 = packed_format("fp8", torch.bfloat16, torch.float32, (128, 128))
+    assert fp8.expert_bytes(200, 256) == 200 * 256 + 4 * 2 * 2
+    rows = packed_format("fp8", torch.bfloat16, torch.float32, (1, WHOLE))
+    assert rows.expert_bytes(200, 256) == 200 * 256 + 4 * 200
 
 
 def test_a_case_decodes() -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.options import ROUTER_OPTIONS
+from custom_ops.packed_weights import blocks_of
 from moe_cases import Case, make_case
 
 #: A batch whose tokens have odd numbers.
 SHAPE = (11,)
+FP8 = (128, 128)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def packed_case(
     op: str,
     weight_format: str = "int4",
     *,
-    group: int = 8,
+    group: int | None = None,
     zero_points: bool = False,
     scales_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
@@ -99,17 +101,33 @@ def packed_case(
     experts: int = 5,
     **options: Any,
 ) -> PackedCase:
-    """Returns a random call, scaled so that results are around 1."""
+    """Returns a random call, scaled so that results are around 1.
+
+    The format ``fp8`` may have a form behind it: ``fp8 rows``, ``fp8 whole``.
+    """
+    name, _, form = weight_format.partition(" ")
+    group = group or (32 if name == "mxfp4" else 8)
+    if name == "mxfp4":
+        hidden = max(hidden, 32)
     case = make_case(op, shape, dtype=dtype, width=width, hidden=hidden, experts=experts, **options)
     generator = torch.Generator().manual_seed(7)
     packed: dict[str, Tensor | None] = {}
-    for name in ("w1", "w2"):
-        _, rows, columns = case.arguments[name].shape
+    for weight in ("w1", "w2"):
+        _, rows, columns = case.arguments[weight].shape
         size = (experts, rows, columns // group)
         values = torch.randint(-128, 128, (experts, rows, columns // 2), generator=generator)
         scales = (torch.rand(size, generator=generator) + 0.5) / (6 * columns**0.5)
         zeros = torch.randint(0, 16, size, generator=generator).to(torch.int8)
-        packed[name] = values.to(torch.int8)
-        packed[f"{name}_scales"] = scales.to(scales_dtype)
-        packed[f"{name}_zero_points"] = zeros if zero_points else None
-    return PackedCase(case, weight_format, packed)
+        packed[weight] = values.to(torch.int8)
+        packed[f"{weight}_scales"] = scales.to(scales_dtype)
+        if name == "mxfp4":
+            exponents = scales.log2().round() + 128
+            packed[f"{weight}_scales"] = exponents.to(torch.uint8).view(torch.int8)
+        elif name == "fp8":
+            size = {"rows": (rows, 1), "whole": (1, 1)}.get(form) or blocks_of(rows, columns, FP8)
+            numbers = torch.randn(experts, rows, columns, generator=generator)
+            packed[weight] = numbers.to(torch.float8_e4m3fn).view(torch.int8)
+            scales = torch.rand(experts, *size, generator=generator) + 0.5
+            packed[f"{weight}_scales"] = (scales / columns**0.5).to(scales_dtype)
+        packed[f"{weight}_zero_points"] = zeros if zero_points else None
+    return PackedCase(case, name, packed)

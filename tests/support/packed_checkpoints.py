@@ -49,10 +49,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def language_model(family: str) -> nn.Module:
+def language_model(family: str, **sizes: Any) -> nn.Module:
     """Returns a small model of a family, with weights that are always the same."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family] | sizes)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 

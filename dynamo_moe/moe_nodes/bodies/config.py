@@ -11,6 +11,7 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions, Flag, Option, Options, RouterOptions
+from custom_ops.packed_weights import WHOLE
 from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.moe_nodes.nodes import (
     DROPLESS,
@@ -28,6 +29,8 @@ from dynamo_moe.moe_nodes.schemas import SCHEMAS
 
 # Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
 MIN_OPSET = 18
+
+_AXES = ("rows", "columns")
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,9 @@ class BodyConfig:
         if not self.shape.weight_format.is_plain:
             _, scales, *_ = self.shape.weight_format.stored
             scales_dtype = from_torch_dtype(scales.dtype).short_name()
-            parts = [self.shape.weight_format.name, f"{scales_dtype}scales", *parts]
+            block = zip(_AXES, self.shape.weight_format.block, strict=True)
+            forms = [f"whole_{axis}" for axis, size in block if size == WHOLE]
+            parts = [self.shape.weight_format.name, *forms, f"{scales_dtype}scales", *parts]
         return "_".join(filter(None, parts))
 
     @property

@@ -174,6 +174,11 @@ def _check(config: BodyConfig) -> None:
         raise ValueError(
             "com.microsoft::MoE cannot weight the experts' inputs: use target 'plugin' or 'dense'"
         )
+    if not config.shape.weight_format.is_plain and config.shape.weight_format.name != "int4":
+        raise ValueError(
+            f"com.microsoft::QMoE of ONNX Runtime 1.31 does not run {config.shape.weight_format} "
+            "on a CPU: use target 'plugin'"
+        )
     group = config.shape.weight_format.block[1]
     if 0 < group < _LEAST_GROUP:
         raise ValueError(

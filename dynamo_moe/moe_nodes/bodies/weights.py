@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 import onnx_ir as ir
+import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 
+from custom_ops.packed_weights import E2M1, E8M0, WHOLE
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 _BIASES = ("b1", "b2")
+# The numbers of the bytes of E4M3.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 
 
 def stored(config: BodyConfig, name: str) -> dict[str, ir.DataType]:
@@ -65,25 +69,93 @@ def _int4(
     high = op.BitShift(eight_bits, four, direction="RIGHT", out=f"{name}_high")
     halves = [op.Unsqueeze(half, [-1], out=f"{half.name}_1") for half in (low, high)]
     pairs = op.Concat(*halves, axis=-1, out=f"{name}_pairs")
-    scales = op.Unsqueeze(_wide(op, scales, compute), [-1], out=f"{name}_scales_1")
-    groups = op.Concat(op.Shape(scales, end=-1, out=f"{name}_NG"), [-1], axis=0, out=f"{name}_NGC")
-    codes = op.Cast(op.Reshape(pairs, groups, out=f"{name}_q"), to=compute, out=f"{name}_codes")
+    wide = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
+    codes = op.Cast(_grouped(op, pairs, scales, name), to=compute, out=f"{name}_codes")
     zero = op.constant("eight", 8, compute)
     if zero_points:
         zero = op.Cast(zero_points[0], to=compute, out=f"{name}_zeros")
         zero = op.Unsqueeze(zero, [-1], out=f"{name}_zeros_1")
-    numbers = op.Mul(op.Sub(codes, zero, out=f"{name}_centred"), scales, out=f"{name}_groups")
-    rows = op.Concat(op.Shape(values, end=-1, out=f"{name}_N"), [-1], axis=0, out=f"{name}_NK")
-    matrix = op.Reshape(numbers, rows, out=f"{name}_matrix")
+    centred = op.Sub(codes, zero, out=f"{name}_centred")
+    return _scaled(op, config, centred, wide, values, name, out)
+
+
+def _mxfp4(
+    op: Ops, config: BodyConfig, tensors: Sequence[ir.Value], name: str, out: str
+) -> ir.Value:
+    """Both numbers of a byte, and the power of two of a scale's, from tables."""
+    compute = config.compute_dtype
+    # Zero points are there only so that biases may come behind them.
+    values, scales, *_ = tensors
+    numbers = op.constant("e2m1_pairs", [(E2M1[b & 15], E2M1[b >> 4]) for b in range(256)], compute)
+    powers = op.constant("e8m0", E8M0, compute)
+    pairs = op.Gather(numbers, _indices(op, values, name), out=f"{name}_pairs")
+    wide = op.Gather(powers, _indices(op, scales, f"{name}_scales"), out=f"{name}_powers")
+    return _scaled(op, config, _grouped(op, pairs, scales, name), wide, values, name, out)
+
+
+def _fp8(op: Ops, config: BodyConfig, tensors: Sequence[ir.Value], name: str, out: str) -> ir.Value:
+    """Numbers from a table, times the scale of their block, row or matrix."""
+    compute = config.compute_dtype
+    values, scales, *_ = tensors
+    numbers = op.constant("e4m3", _E4M3, compute)
+    matrix = op.Gather(numbers, _indices(op, values, name), out=f"{name}_numbers")
+    scales = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
+    if WHOLE not in config.shape.weight_format.block:
+        scales = _spread(op, values, scales, name)
+    matrix = op.Mul(matrix, scales, out=f"{name}_matrix")
     matrix = op.cast(matrix, compute, config.operand_dtype, out=f"{name}_rounded")
     return op.cast(matrix, config.operand_dtype, compute, out=out)
 
 
-def _wide(op: Ops, scales: ir.Value, compute: ir.DataType) -> ir.Value:
-    return op.Cast(scales, to=compute, out=f"{scales.name}_wide")
+def _spread(op: Ops, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
+    """The scales of blocks ``[..., R, C]`` as those of values ``[..., N, K]``."""
+    rows_1, columns_1 = op.size("block_rows"), op.size("block_size")
+    R = op.Shape(scales, end=-1, out=f"{name}_R")
+    C = op.Shape(scales, start=-1, out=f"{name}_C")
+    blocks = op.Concat(R, rows_1, C, columns_1, axis=0, out=f"{name}_RrCc")
+    spread = op.Expand(op.Unsqueeze(scales, [-3, -1], out=f"{name}_R1C1"), blocks, out=f"{name}_sp")
+    lead = op.Shape(scales, end=-2, out=f"{name}_lead")
+    block = op.Concat(rows_1, columns_1, axis=0, out=f"{name}_block")
+    sizes = op.Mul(op.Shape(scales, start=-2, out=f"{name}_RC"), block, out=f"{name}_sizes")
+    flat = op.Reshape(spread, op.Concat(lead, sizes, axis=0, out=f"{name}_flat"), out=f"{name}_all")
+    # The last blocks may be cut off.
+    ends = op.Shape(values, start=-2, out=f"{name}_ends")
+    return op.Slice(flat, [0, 0], ends, [-2, -1], out=f"{name}_spread")
+
+
+def _indices(op: Ops, values: ir.Value, name: str) -> ir.Value:
+    unsigned = op.Cast(values, to=ir.DataType.UINT8, out=f"{name}_bytes")
+    return op.Cast(unsigned, to=ir.DataType.INT32, out=f"{name}_indices")
+
+
+def _grouped(op: Ops, pairs: ir.Value, scales: ir.Value, name: str) -> ir.Value:
+    """The values ``[..., N, K / 2, 2]`` as ``[..., N, K / G, G]``."""
+    groups = op.Concat(op.Shape(scales, out=f"{name}_NG"), [-1], axis=0, out=f"{name}_NGC")
+    return op.Reshape(pairs, groups, out=f"{name}_q")
+
+
+def _scaled(
+    op: Ops,
+    config: BodyConfig,
+    numbers: ir.Value,
+    scales: ir.Value,
+    values: ir.Value,
+    name: str,
+    out: str,
+) -> ir.Value:
+    """The groups times their scales, ``[..., N, K]``, rounded to the operands' dtype."""
+    compute = config.compute_dtype
+    scales = op.Unsqueeze(scales, [-1], out=f"{name}_scales_1")
+    groups = op.Mul(numbers, scales, out=f"{name}_groups")
+    rows = op.Concat(op.Shape(values, end=-1, out=f"{name}_N"), [-1], axis=0, out=f"{name}_NK")
+    matrix = op.Reshape(groups, rows, out=f"{name}_matrix")
+    matrix = op.cast(matrix, compute, config.operand_dtype, out=f"{name}_rounded")
+    return op.cast(matrix, config.operand_dtype, compute, out=out)
 
 
 _LOADERS: dict[str, Callable[[Ops, BodyConfig, Sequence[ir.Value], str, str], ir.Value]] = {
     "plain": _plain,
     "int4": _int4,
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
 }

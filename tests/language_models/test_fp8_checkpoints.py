@@ -1,0 +1,115 @@
+"""Checkpoints in FP8: DeepSeek-V3's and Qwen3's blocks, and compressed-tensors' rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dynamo_moe
+from dynamo_moe.weights.checkpoints import load_checkpoint
+from packed_checkpoints import language_model, token_ids
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+ROWS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
+
+
+def quantized(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Returns a matrix in E4M3, and its scales."""
+    _rows, _columns = weight.shape
+    if form == "blocks":
+        blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    elif form == "rows":
+        scales = weight.abs().amax(dim=1, keepdim=True) / 448
+        spread = scales
+    else:
+        scales = (weight.abs().max() / 448).reshape(1)
+        spread = scales
+    return (weight / spread).to(torch.float8_e4m3fn), scales
+
+
+def checkpoint(folder: Path, form: str, **changes: Tensor | None) -> Path:
+    language_model("qwen3_moe", **SIZES).save_pretrained(folder)
+    name_of_scales = "weight_scale_inv" if form == "blocks" else "weight_scale"
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if ".experts." in name or (name.endswith("o_proj.weight") and form != "blocks"):
+            prefix = name.removesuffix("weight")
+            stored[name], stored[prefix + name_of_scales] = quantized(tensor, form)
+        else:
+            stored[name] = tensor
+    for name, change in changes.items():
+        first = next(key for key in stored if key.endswith(name))
+        if change is None:
+            del stored[first]
+        else:
+            stored[first] = change
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = BLOCKS if form == "blocks" else ROWS
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("form", ["blocks", "rows", "one scale"])
+def test_the_file_computes_what_the_decoded_model_does(form: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", form)
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    assert [r.notes for r in report.replaced] == [("its experts stay packed (fp8)",)] * 2
+    path = tmp_path / "model.onnx"
+    exported = dynamo_moe.export(
+        model,
+        (token_ids(2, 7),),
+        path,
+        dynamic_shapes={"input_ids": {0: "batch", 1: "length"}},
+    )
+    assert exported.operators == {"DroplessMoEPacked": 2}
+    whole = load_checkpoint(folder, dtype=torch.float32)
+    stored = load_file(folder / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weight = whole.model.layers[1].mlp.experts.down_proj[3]
+    scales = stored[f"{prefix}_scale_inv" if form == "blocks" else f"{prefix}_scale"]
+    if form == "blocks":
+        scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(weight, stored[prefix].float() * scales)
+    session = ort.InferenceSession(path)
+    for shape in ((1, 1), (3, 32)):
+        ids = token_ids(*shape)
+        (result,) = session.run(None, {"input_ids": ids.numpy()})
+        with torch.no_grad():
+            expected = whole(ids).logits
+        torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-5)
+        assert np.array_equal(result.argmax(-1), expected.argmax(-1).numpy())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_scale_inv": None}, r"is in float8 and has no .*\.weight_scale_inv"),
+        ({"weight_scale_inv": torch.ones(3, 3)}, r"has scales \[3, 3\]; they must be \[2, 1\] or"),
+    ],
+)
+def test_files_that_do_not_fit(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", "blocks", **change)
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.open_checkpoint(folder)
+
+
+def test_other_blocks_are_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", "blocks")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"fp8 with weight_block_size=\[64, 64\] is not taken"):
+        dynamo_moe.open_checkpoint(folder)
