@@ -1,4 +1,4 @@
-"""The marks ``pairwise`` and ``each_value``: which cases of a product run in ``make test``."""
+"""The marks ``pairwise``, ``each_value`` and ``once``: which cases `make test` runs."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def test_parts_of_a_parameter_are_values_of_their_own(pytester: pytest.Pytester)
         "@pytest.mark.parametrize('form', [1, 2])\n"
         "@pytest.mark.parametrize('path', 'xy')\n"
         "def test_whole(form, path): pass\n"
+        "rare = [pytest.param(name, marks=pytest.mark.once(name)) for name in 'pq']\n"
+        "@pytest.mark.pairwise\n"
+        "@pytest.mark.parametrize('form', ['r', 's', *rare])\n"
+        "@pytest.mark.parametrize('path', 'xy')\n"
+        "def test_rare(form, path): pass\n"
     )
     result = pytester.runpytest_inprocess("-m", "not every", "-W", "ignore")
-    result.assert_outcomes(passed=5 + 3 + 4, deselected=3 + 3)
+    result.assert_outcomes(passed=5 + 3 + 4 + 6, deselected=3 + 3 + 2)
+    result = pytester.runpytest_inprocess("-m", "once and not every", "-v", "-W", "ignore")
+    result.stdout.fnmatch_lines(["*test_rare[[]x-p[]]*", "*test_rare[[]y-q[]]*"])

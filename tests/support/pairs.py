@@ -1,8 +1,11 @@
-"""Few cases of a product: the marks ``pairwise`` and ``each_value``.
+"""Few cases of a product: the marks ``pairwise``, ``each_value`` and ``once``.
 
 Most defects are of one value, or of two that meet. A full product of seven activations, six paths
 and nine pairs of dtypes repeats each such meeting dozens of times. With ``pairwise`` a test's cases
 hold every pair of values, with ``each_value`` every value; `make test-all` runs the others too.
+
+A value with the mark ``once(name)`` meets nothing: it is in one case of each test. So an activation
+that is a function of one number costs one case, and not one for each path and dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +42,21 @@ def covering(rows: Sequence[Mapping[str, str]], strength: int = 2) -> list[int]:
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """Marks cases of tests with these marks as ``every`` that add nothing."""
+    for alike in _marked_once(items).values():
+        for number, cases in enumerate(alike.values()):
+            # Spread over the other values: another path or dtype for each name.
+            chosen = number * len(cases) // len(alike)
+            for place, case in enumerate(cases):
+                if place != chosen:
+                    case.add_marker(pytest.mark.every)
     for mark, strength in _STRENGTHS.items():
         tests: dict[object, list[pytest.Function]] = {}
         for item in items:
-            if isinstance(item, pytest.Function) and item.get_closest_marker(mark):
+            if (
+                isinstance(item, pytest.Function)
+                and item.get_closest_marker(mark)
+                and not item.get_closest_marker("once")
+            ):
                 tests.setdefault(item.function, []).append(item)
         for cases in tests.values():
             rows = [_columns(case.callspec.params, parts=strength > 1) for case in cases]
@@ -50,6 +64,16 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
             full = [{name: row.get(name, "") for name in names} for row in rows]
             for place in set(range(len(cases))) - set(covering(full, strength)):
                 cases[place].add_marker(pytest.mark.every)
+
+
+def _marked_once(items: Sequence[pytest.Item]) -> dict[object, dict[str, list[pytest.Function]]]:
+    """Returns the cases with the mark ``once``, by test and name."""
+    tests: dict[object, dict[str, list[pytest.Function]]] = {}
+    for item in items:
+        mark = item.get_closest_marker("once")
+        if mark and isinstance(item, pytest.Function):
+            tests.setdefault(item.function, {}).setdefault(mark.args[0], []).append(item)
+    return tests
 
 
 def _columns(parameters: Mapping[str, Any], *, parts: bool) -> dict[str, str]:
