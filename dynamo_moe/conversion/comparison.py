@@ -254,12 +254,18 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
     A row far below the RMS of all rows counts as if it were a hundredth of that.
     """
+    return relative_errors(result[None], expected)[0]
+
+
+def relative_errors(results: Tensor, expected: Tensor) -> list[float]:
+    """Returns :func:`relative_error` of each of several results."""
     if not expected.numel():
-        return 0.0
+        return [0.0] * len(results)
     squares = expected.double().square()
     rms = squares.mean().sqrt().clamp_min(1e-30)
     scale = squares.mean(dim=-1, keepdim=True).sqrt().clamp_min(rms / 100)
-    return float(((expected.double() - result.double()).abs() / scale).max())
+    errors = (expected.double() - results.double()).abs() / scale
+    return errors.flatten(1).amax(1).tolist()
 
 
 def _alike(ours: Any, theirs: Any) -> bool:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 import custom_ops
 from dynamo_moe import pytree
-from dynamo_moe.conversion.comparison import relative_error
+from dynamo_moe.conversion.comparison import relative_error, relative_errors
 from dynamo_moe.conversion.expert_weights import ExpertsSpec
 from dynamo_moe.conversion.find_own_routing import (
     find_routings,
@@ -638,15 +639,16 @@ class _Trial:
         """Returns the routing that comes nearest, the factor on its weights, and its error."""
         expected_TD = expected_TD.double()
         factors_R = (y_RTD * expected_TD).sum((1, 2)) / y_RTD.square().sum((1, 2)).clamp_min(1e-30)
-        best = 0, 1.0, float("inf")
-        for number, factor in enumerate(factors_R.tolist()):
+        scales = []
+        for factor in factors_R.tolist():
             nearest = float(min((1.0, *self.numbers), key=lambda known: abs(known - factor)))
             is_known = abs(nearest - factor) <= _SCALE_TOLERANCE * abs(factor)
-            scale = nearest if scaled and is_known else 1.0
-            error = relative_error(y_RTD[number] * scale, expected_TD)
-            if error < best[2]:
-                best = number, scale, error
-        return best
+            scales.append(nearest if scaled and is_known else 1.0)
+        scales_R11 = y_RTD.new_tensor(scales)[:, None, None]
+        errors = relative_errors(y_RTD * scales_R11, expected_TD)
+        errors = [math.inf if math.isnan(error) else error for error in errors]
+        best = errors.index(min(errors))  # The first of equal ones.
+        return best, scales[best], errors[best]
 
     # --- Shared experts, output biases, and the layer's other results ---
 
