@@ -20,6 +20,12 @@ _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z).square(),
+    "quick_gelu": lambda z: torch.sigmoid(1.702 * z).mul_(z),
+    "tanh": torch.tanh,
+    "mish": torch.nn.functional.mish,
+    "hardswish": torch.nn.functional.hardswish,
+    "elu": torch.nn.functional.elu,
+    "leaky_relu": torch.nn.functional.leaky_relu,
 }
 
 _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -28,6 +34,12 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _aten.silu_backward,
     "relu": lambda dh, z: _aten.threshold_backward(dh, z, 0),
     "relu2": lambda dh, z: dh * 2 * torch.relu(z),
+    "quick_gelu": lambda dh, z: _aten.silu_backward(dh, 1.702 * z),
+    "tanh": lambda dh, z: _aten.tanh_backward(dh, torch.tanh(z)),
+    "mish": _aten.mish_backward,
+    "hardswish": _aten.hardswish_backward,
+    "elu": lambda dh, z: _aten.elu_backward(dh, 1, 1, 1, False, z),
+    "leaky_relu": lambda dh, z: _aten.leaky_relu_backward(dh, z, 0.01, False),
 }
 
 

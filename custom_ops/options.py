@@ -16,7 +16,10 @@ from functools import cache
 from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
 # A name's place is its code in a bundle: a new one comes last.
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu")
+ACTIVATIONS = (
+    "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu", "quick_gelu",
+    "tanh", "mish", "hardswish", "elu", "leaky_relu",
+)  # fmt: skip
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 GROUP_SCORINGS = ("none", "max", "top2_sum")
 PRE_NORMS = ("none", "rms")
@@ -307,8 +310,8 @@ class ExpertOptions(Options):
 
     activation: str = _option(
         "gelu",
-        "``gelu`` is the exact (erf) form, ``relu2`` is ``relu(x)**2``; ``clamped_swiglu`` is "
-        "gpt-oss's gating, ``clamped_silu`` DeepSeek-V4's.",
+        "``gelu`` is the exact (erf) form, ``relu2`` is ``relu(x)**2``, ``quick_gelu`` is CLIP's; "
+        "``clamped_swiglu`` is gpt-oss's gating, ``clamped_silu`` DeepSeek-V4's.",
         names=ACTIVATIONS,
         slot=Word(6),
     )

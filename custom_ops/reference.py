@@ -152,4 +152,16 @@ def _pointwise(z: Tensor, activation: str) -> Tensor:
         return 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
     if activation == "silu":
         return z / (1 + torch.exp(-z))
+    if activation == "quick_gelu":
+        return z / (1 + torch.exp(-1.702 * z))
+    if activation == "tanh":
+        return torch.tanh(z)
+    if activation == "mish":
+        return z * torch.tanh(torch.nn.functional.softplus(z))
+    if activation == "hardswish":
+        return z * (z / 6 + 0.5).clamp(0, 1)
+    if activation == "elu":
+        return torch.where(z > 0, z, torch.expm1(z.clamp(max=0)))
+    if activation == "leaky_relu":
+        return torch.where(z > 0, z, 0.01 * z)
     return torch.relu(z) ** (2 if activation == "relu2" else 1)

@@ -27,7 +27,7 @@ def activate(
         else:
             h = gate * tl.sigmoid(gate) * up
     else:
-        h = _pointwise(gate, ACTIVATION, dtype)
+        h = pointwise(gate, ACTIVATION, dtype)
         if GATED:
             h *= up
     return h.to(dtype)
@@ -63,7 +63,37 @@ def _gelu_for_halves(z):
 
 
 @triton.jit
-def _pointwise(z, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+def _expm1(z):
+    """Returns ``exp(z) - 1`` for z up to 0, with an error below 1e-6 of it; NaN stays NaN."""
+    # exp(z) - 1 is a rounding error near zero; six terms of the series are not, down to -1/4.
+    series = 1 + z * (1 / 4) * (1 + z * (1 / 5) * (1 + z * (1 / 6)))
+    series = z * (1 + z * (1 / 2) * (1 + z * (1 / 3) * series))
+    return tl.where(z > -0.25, series, tl.exp(z) - 1)
+
+
+@triton.jit
+def _tanh(z):
+    """Returns ``tanh(z)``; NaN stays NaN."""
+    below = _expm1(-2 * tl.abs(z))
+    size = below / (below + 2)
+    return tl.where(z < 0, size, -size)
+
+
+@triton.jit
+def mish_terms(z):
+    """Returns the terms of ``mish(z) = z * n / (n + 2)``: z up to 20, its exponential e, and n.
+
+    With softplus(z) = log(1 + e), its tanh is ``((1 + e)^2 - 1) / ((1 + e)^2 + 1)``. From 20 on it
+    is 1, and e would overflow.
+    """
+    bounded = tl.where(z > 20, 20.0, z)
+    e = tl.exp(bounded)
+    return bounded, e, e * (e + 2)
+
+
+@triton.jit
+def pointwise(z, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """Returns the activation, if it is a function of one number; dtype is that of the result."""
     if ACTIVATION == "gelu":
         if dtype == tl.float32:
             h = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
@@ -74,6 +104,19 @@ def _pointwise(z, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
         h = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     elif ACTIVATION == "silu":
         h = z * tl.sigmoid(z)
+    elif ACTIVATION == "quick_gelu":
+        h = z * tl.sigmoid(1.702 * z)
+    elif ACTIVATION == "tanh":
+        h = _tanh(z)
+    elif ACTIVATION == "mish":
+        _, _, n = mish_terms(z)
+        h = z * (n / (n + 2))
+    elif ACTIVATION == "hardswish":
+        h = z * tl.where(z < -3, 0.0, tl.where(z > 3, 1.0, z * (1 / 6) + 0.5))
+    elif ACTIVATION == "elu":
+        h = tl.where(z > 0, z, _expm1(tl.where(z > 0, 0.0, z)))
+    elif ACTIVATION == "leaky_relu":
+        h = tl.where(z < 0, 0.01 * z, z)
     else:
         tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
         h = tl.where(z < 0, 0.0, z)

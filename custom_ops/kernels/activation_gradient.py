@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from custom_ops.kernels.activation import clamp_gates
+from custom_ops.kernels.activation import clamp_gates, mish_terms, pointwise
 
 
 @triton.jit
@@ -53,16 +53,25 @@ def _pointwise(z, ACTIVATION: tl.constexpr):
         h = z * sigmoid
         du = 1.5957691216057308 * (1 + 0.134145 * z * z)
         slope = sigmoid + h * (1 - sigmoid) * du
-    elif ACTIVATION == "silu":
-        sigmoid = tl.sigmoid(z)
+    elif ACTIVATION == "silu" or ACTIVATION == "quick_gelu":
+        alpha: tl.constexpr = 1.702 if ACTIVATION == "quick_gelu" else 1.0
+        sigmoid = tl.sigmoid(alpha * z)
         h = z * sigmoid
-        slope = sigmoid + h * (1 - sigmoid)
+        slope = sigmoid + alpha * h * (1 - sigmoid)
     else:
-        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
-        h = tl.where(z < 0, 0.0, z)
+        h = pointwise(z, ACTIVATION, tl.float32)
         if ACTIVATION == "relu2":
-            slope = 2 * h
-            h = h * h
+            slope = 2 * tl.where(z < 0, 0.0, z)
+        elif ACTIVATION == "tanh":
+            slope = 1 - h * h
+        elif ACTIVATION == "mish":
+            bounded, e, n = mish_terms(z)
+            slope = n / (n + 2) + 4 * e * (e + 1) * bounded / ((n + 2) * (n + 2))
+        elif ACTIVATION == "hardswish":
+            slope = tl.where(z <= -3, 0.0, tl.where(z < 3, z * (1 / 3) + 0.5, 1.0))
+        elif ACTIVATION == "elu":
+            slope = tl.exp(tl.where(z > 0, 0.0, z))
         else:
-            slope = tl.where(z <= 0, 0.0, 1.0)
+            tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "leaky_relu")
+            slope = tl.where(z <= 0, 0.01 if ACTIVATION == "leaky_relu" else 0.0, 1.0)
     return h, slope

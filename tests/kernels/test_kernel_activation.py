@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from custom_ops import ExpertOptions, activations
 from custom_ops.kernels.activation import _gelu_for_halves, activate
+from custom_ops.kernels.activation_gradient import activate_gradient
+from custom_ops.options import POINTWISE
 
 
 @triton.jit
@@ -25,6 +28,15 @@ def gelu_kernel(z_ptr, h_ptr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
 def halves_kernel(z_ptr, h_ptr, form: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(h_ptr + at, form(tl.load(z_ptr + at)))
+
+
+@triton.jit
+def both_kernel(z_ptr, h_ptr, dz_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + at)
+    tl.store(h_ptr + at, activate(z, z, False, ACTIVATION, 0.0, 0.0, tl.float32))
+    dz, _ = activate_gradient(1.0, z, z, False, ACTIVATION, 0.0, 0.0)
+    tl.store(dz_ptr + at, dz)
 
 
 def gelu_for_halves(z: Tensor) -> Tensor:
@@ -67,3 +79,19 @@ def test_gelu_is_as_exact_as_its_dtype(dtype):
     rounded = exact(z) if dtype == torch.float16 else z
     bound = torch.finfo(dtype).eps * rounded.abs().clamp(min=2.0**-14)
     assert ((h.double() - exact(z)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("activation", POINTWISE[5:])
+def test_small_and_large_numbers(activation):
+    sizes = torch.cat([torch.logspace(-9, 1, 384), torch.linspace(10, 100, 120), torch.zeros(8)])
+    sizes[-8:-5] = torch.tensor([math.nan, 1e4, 1e38])
+    z = torch.cat([sizes, -sizes])
+    h, dz = torch.full_like(z, -7.0), torch.full_like(z, -7.0)
+    both_kernel[(1,)](z, h, dz, activation, 1024)
+    options, z = ExpertOptions(activation), z.double()[None]
+    expected = activations.activate(z, options)
+    bound = 1e-6 * expected.abs() + 5e-7 * z.abs().clamp(max=1)
+    assert torch.equal(h.isnan(), z[0].isnan())
+    assert ((h - expected).abs() <= bound)[~z.isnan()].all()
+    slope = activations.activate_backward(torch.ones_like(z), z, options)
+    assert ((dz - slope).abs() <= 2e-6)[~z.isnan()].all()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from custom_ops import _grouped
-from moe_cases import DTYPES, EXPERT_FORMS, Case, assert_matches, make_case
+from custom_ops.options import POINTWISE
+from moe_cases import DTYPES, EXPERT_FORMS, Case, assert_matches, make_case, of_size
 
 NAN = float("nan")
 
@@ -138,8 +139,18 @@ def test_parameters_of_idle_experts_are_not_read(dtype: torch.dtype) -> None:
         assert gradient.isfinite().all(), name
 
 
-def test_nan_stays_in_its_row() -> None:
-    case = make_case("experts", (6,))
+@pytest.mark.parametrize("size", [1e-4, 30.0, 1e4])
+def test_small_and_large_numbers(size: float) -> None:
+    for activation in POINTWISE:
+        case = of_size(activation, size)
+        assert_matches(case(), case.oracle(), case.dtypes, activation)
+        for gradient in case.gradients().values():
+            assert gradient.isfinite().all(), activation
+
+
+@pytest.mark.parametrize("activation", ["gelu", "hardswish", "elu", "leaky_relu"])
+def test_nan_stays_in_its_row(activation: str) -> None:
+    case = make_case("experts", (6,), activation=activation)
     expected = case()
     case.arguments["x"][2, 3] = NAN
     result = case()

@@ -71,9 +71,9 @@ EXPERTS = [
     ({"b2": _zeros(3, 6, device=META)}, ValueError, "b2 must be on x's device cpu, got meta"),
     ({"x": _zeros(4, 6, device=META)}, ValueError, "w1 must be on x's device meta, got cpu"),
     (
-        {"activation": "tanh"},
+        {"activation": "swish"},
         ValueError,
-        "relu, relu2, clamped_swiglu, clamped_silu; got 'tanh'",
+        "clamped_silu, quick_gelu, tanh, mish, hardswish, elu, leaky_relu; got 'swish'",
     ),
     (
         {"activation": "clamped_swiglu"},

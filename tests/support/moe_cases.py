@@ -38,9 +38,20 @@ _GATINGS: dict[str, dict[str, Any]] = {
     "gated": {"gated": True},
     "interleaved": {"gated": True, "interleaved": True},
 }
+
+
+def once_if_pointwise(activation: str) -> list[pytest.MarkDecorator]:
+    """The mark of an activation whose code is a function alone, as that of the first five is."""
+    return [pytest.mark.once(activation)] if activation in POINTWISE[5:] else []
+
+
 # What an expert computes. A limit of 1 makes the clamps take effect.
 EXPERT_FORMS = [
-    pytest.param({"activation": activation} | gating, id=f"{activation}-{name}")
+    pytest.param(
+        {"activation": activation} | gating,
+        id=f"{activation}-{name}",
+        marks=once_if_pointwise(activation),
+    )
     for activation in POINTWISE
     for name, gating in _GATINGS.items()
 ] + [
@@ -218,6 +229,12 @@ def make_case(
         "selection_bias": normal(experts, dtype=router_dtype, fan_in=9) if selection_bias else None,
     }
     return Case(op, arguments, options)
+
+
+def of_size(activation: str, size: float) -> Case:
+    """Experts whose pre-activations are about so large."""
+    case = make_case("experts", (9,), width=16, hidden=24, biases=False, activation=activation)
+    return case.changed(x=case.arguments["x"] * size)
 
 
 def pruned(case: Case) -> Case:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from custom_ops import ACTIVATIONS
 from plugin_host import Field, attributes_of
 from plugin_layers import small_case, the_error
 from standin_gpu import StandinGpu
@@ -35,7 +36,7 @@ BAD_ATTRIBUTES = {
     "not a flag": ({"gated": 2}, "attribute gated must be in 0..1, got 2"),
     "not a choice": (
         {"activation": "swish"},
-        "one of gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu; got 'swish'",
+        f"one of {', '.join(ACTIVATIONS)}; got 'swish'",
     ),
     "unprintable": ({"scoring": "a\0b\x1b"}, "softmax, topk_softmax, sigmoid; got 'a?b?'"),
     "empty": ({"activation": ""}, "got ''"),
