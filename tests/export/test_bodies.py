@@ -47,16 +47,25 @@ from body_layers import (
     unrolled,
     visiting,
 )
-from custom_ops.options import GROUP_SCORINGS, SCORINGS
+from custom_ops.options import GROUP_SCORINGS, POINTWISE, SCORINGS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, unrolled_body
 from dynamo_moe.moe_nodes.bodies.gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe.moe_nodes.bodies.of_node import config_of
+from moe_cases import once_if_pointwise
+
+every_config = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=config.overload, marks=once_if_pointwise(config.options.activation))
+        for config in CONFIGS
+    ],
+)
 
 # --- What the bodies compute ---
 
 
 @every_body
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.overload)
+@every_config
 def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
     session = to_session(to_model([layer], build))
@@ -115,8 +124,16 @@ def test_every_dtype(
 
 
 @every_body
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_gelu_without_the_operator_and_in_double(build: Build, activation: str) -> None:
+@pytest.mark.parametrize(
+    "activation",
+    [
+        "gelu",
+        "gelu_tanh",
+        *(pytest.param(name, marks=once_if_pointwise(name)) for name in POINTWISE[5:]),
+    ],
+)
+def test_both_widths_from_small_to_large(build: Build, activation: str) -> None:
+    """With opset 18 too, which has no Gelu."""
     config = changed(PLAIN, activation=activation)
     layer = Layer(config)
     check(layer, to_session(to_model([layer], build, opset=18)), layer.arguments(9))
@@ -318,7 +335,7 @@ def test_onnx_runtime_keeps_the_parameters_as_they_are(
 @pytest.mark.pairwise
 @every_body
 @pytest.mark.parametrize("opset", [18, 20, 24])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.overload)
+@every_config
 def test_checker_and_shape_inference(build: Build, config: BodyConfig, opset: int) -> None:
     proto = ir.to_proto(to_model([Layer(config)], build, opset, rank=3))
     onnx.checker.check_model(proto, full_check=True)
@@ -418,7 +435,7 @@ def test_trailing_inputs_are_omitted() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"activation": "elu"}, "activation must be one of .* got 'elu'"),
+        ({"activation": "swish"}, "activation must be one of .* got 'swish'"),
         ({"scoring": "max"}, "scoring must be one of .* got 'max'"),
         ({"experts_dtype": ir.DataType.INT8}, "weights must be one of"),
         ({"router": False, "routing_dtype": FLOAT}, "routing_dtype must be one of"),

@@ -165,6 +165,13 @@ def test_a_module_that_runs_twice(tmp_path: Path) -> None:
     dynamo_moe.verify(path, model)
 
 
+def test_onnxruntime_target_takes_quick_gelu_as_a_gating(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model, path = op_model(OpLayer(activation="quick_gelu", gated=True)), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(2, 16), path, target="onnxruntime")
+    dynamo_moe.verify(path, model, [(torch.randn(40, 16),)])
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
 def test_onnxruntime_target_takes_any_router(tmp_path: Path, scoring: str, gated: bool) -> None:

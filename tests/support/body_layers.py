@@ -121,6 +121,8 @@ NORMED = changed(
 CONFIGS = [
     *(changed(PLAIN, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
     *(changed(GATED, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
+    *(changed(PLAIN, activation=name) for name in ("quick_gelu", "mish", "elu")),
+    *(changed(GATED, activation=name) for name in ("tanh", "hardswish", "leaky_relu")),
     *(changed(PLAIN, scoring=name) for name in ("softmax", "topk_softmax", "sigmoid")),
     *(changed(PLAIN, scoring=n, renormalize=False) for n in ("softmax", "topk_softmax", "sigmoid")),
     changed(GATED, interleaved=True),
@@ -344,6 +346,18 @@ def pointwise(activation: str, z: np.ndarray) -> np.ndarray:
         return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
     if activation == "silu":
         return z / (1 + np.exp(-z))
+    if activation == "quick_gelu":
+        return z / (1 + np.exp(-1.702 * z))
+    if activation == "tanh":
+        return np.tanh(z)
+    if activation == "mish":
+        return z * np.tanh(np.logaddexp(0, z))
+    if activation == "hardswish":
+        return z * np.clip(z / 6 + 0.5, 0, 1)
+    if activation == "elu":
+        return np.where(z > 0, z, np.expm1(np.minimum(z, 0)))
+    if activation == "leaky_relu":
+        return np.where(z > 0, z, 0.01 * z)
     return np.maximum(z, 0) ** (2 if activation == "relu2" else 1)
 
 

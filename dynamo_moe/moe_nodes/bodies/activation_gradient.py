@@ -11,7 +11,14 @@ import onnx_ir as ir
 
 from custom_ops.options import CLAMPED
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
-from dynamo_moe.moe_nodes.bodies.expert import erf_term, pointwise, split, tanh_term
+from dynamo_moe.moe_nodes.bodies.expert import (
+    erf_term,
+    mish_terms,
+    pointwise,
+    quick_gelu_term,
+    split,
+    tanh_term,
+)
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 
@@ -69,6 +76,24 @@ def _pointwise_backward(op: Ops, config: BodyConfig, dh: ir.Value, z: ir.Value) 
             slope = op.Mul(op.Relu(z, out="relu"), op.constant("two", 2, dtype), out="slope")
         case "silu":
             slope = _swish_slope(op, config, op.Sigmoid(z, out="sigmoid"), z)
+        case "quick_gelu":
+            term = quick_gelu_term(op, dtype, z)
+            slope = _swish_slope(op, config, op.Sigmoid(term, out="sigmoid"), term)
+        case "tanh":
+            tanh = op.Tanh(z, out="tanh")
+            tanh2 = op.Mul(tanh, tanh, out="tanh2")
+            slope = op.Sub(op.constant("one", 1, dtype), tanh2, out="slope")
+        case "mish":
+            slope = _mish_slope(op, dtype, z)
+        case "hardswish":
+            slope = _hardswish_slope(op, dtype, z)
+        case "elu":
+            below = op.Min(z, op.constant("zero", 0, dtype), out="z_below")
+            slope = op.Exp(below, out="slope")
+        case "leaky_relu":
+            positive = op.Greater(z, op.constant("zero", 0, dtype), out="positive")
+            one, leak = op.constant("one", 1, dtype), op.constant("leak", 0.01, dtype)
+            slope = op.Where(positive, one, leak, out="slope")
         case _:
             slope = _gelu_slope(op, config, z)
     return op.Mul(dh, slope, out="dz")
@@ -79,6 +104,27 @@ def _swish_slope(op: Ops, config: BodyConfig, sigmoid: ir.Value, z: ir.Value) ->
     one = op.constant("one", 1, config.compute_dtype)
     rest = op.Mul(z, op.Sub(one, sigmoid, out="other_sigmoid"), out="z_rest")
     return op.Mul(sigmoid, op.Add(one, rest, out="bend"), out="slope")
+
+
+def _mish_slope(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    """``n / (n + 2) + z * 4 e (e + 1) / (n + 2)^2``."""
+    one, four = op.constant("one", 1, dtype), op.constant("four", 4, dtype)
+    bounded, power, n, n_2 = mish_terms(op, dtype, z)
+    rise = op.Mul(op.Mul(power, four, out="power4"), op.Add(power, one, out="power_1"), out="rise")
+    bend = op.Div(op.Mul(rise, bounded, out="z_rise"), op.Mul(n_2, n_2, out="n_2_2"), out="bend")
+    return op.Add(op.Div(n, n_2, out="factor"), bend, out="slope")
+
+
+def _hardswish_slope(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    """``z / 3 + 1 / 2`` between -3 and 3."""
+    zero, one, three = (
+        op.constant(name, number, dtype) for name, number in (("zero", 0), ("one", 1), ("three", 3))
+    )
+    third = op.Div(z, three, out="z_third")
+    ramp = op.Add(third, op.constant("half", 0.5, dtype), out="ramp")
+    below = op.LessOrEqual(z, op.Neg(three, out="minus_three"), out="below")
+    rising = op.Where(op.Less(z, three, out="inside"), ramp, one, out="rising")
+    return op.Where(below, zero, rising, out="slope")
 
 
 def _gelu_slope(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:

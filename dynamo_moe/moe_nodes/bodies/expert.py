@@ -103,6 +103,7 @@ def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Va
 
 def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
     """The activation, if it is a function of one number."""
+    dtype = config.compute_dtype
     match config.options.activation:
         case "silu":
             return op.Mul(z, op.Sigmoid(z, out="slope"), out="h")
@@ -111,6 +112,23 @@ def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
         case "relu2":
             relu = op.Relu(z, out="relu")
             return op.Mul(relu, relu, out="h")
+        case "quick_gelu":
+            return op.Mul(z, op.Sigmoid(quick_gelu_term(op, dtype, z), out="slope"), out="h")
+        case "tanh":
+            return op.Tanh(z, out="h")
+        case "mish":
+            _, _, n, n_2 = mish_terms(op, dtype, z)
+            return op.Mul(z, op.Div(n, n_2, out="slope"), out="h")
+        case "hardswish":
+            sixth = op.Mul(z, op.constant("sixth", 1 / 6, dtype), out="z_sixth")
+            ramp = op.Add(sixth, op.constant("half", 0.5, dtype), out="ramp")
+            zero, one = op.constant("zero", 0, dtype), op.constant("one", 1, dtype)
+            slope = op.Min(op.Max(ramp, zero, out="ramp_max"), one, out="slope")
+            return op.Mul(z, slope, out="h")
+        case "elu":
+            return _elu(op, dtype, z)
+        case "leaky_relu":
+            return op.Max(z, op.Mul(z, op.constant("leak", 0.01, dtype), out="z_leak"), out="h")
         case _:
             return _gelu(op, config, z)
 
@@ -125,6 +143,36 @@ def _gelu(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
     cdf2 = op.Add(tanh_term(op, dtype, z) if tanh else erf_term(op, dtype, z), one, out="cdf2")
     # In this order, ONNX Runtime recognises the erf form and runs it as one node.
     return op.Mul(op.Mul(z, half, out="z_half"), cdf2, out="h")
+
+
+def _elu(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    # exp(z) - 1 as tanh(z / 2) * (exp(z) + 1), which is accurate near zero; ONNX Runtime's Elu is
+    # not, and has no float64 kernel.
+    half, one = op.constant("half", 0.5, dtype), op.constant("one", 1, dtype)
+    below = op.Min(z, op.constant("zero", 0, dtype), out="z_below")
+    tanh = op.Tanh(op.Mul(below, half, out="half_z"), out="tanh")
+    rest = op.Mul(tanh, op.Add(op.Exp(below, out="power"), one, out="power_1"), out="h_below")
+    return op.Add(op.Relu(z, out="relu"), rest, out="h")
+
+
+def quick_gelu_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    """What the sigmoid in ``quick_gelu`` is of."""
+    return op.Mul(z, op.constant("quick_gelu_slope", 1.702, dtype), out="slope_z")
+
+
+def mish_terms(
+    op: Ops, dtype: ir.DataType, z: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """The terms of ``mish(z) = z * n / (n + 2)``: z up to 20, its exponential e, n and n + 2.
+
+    With softplus(z) = log(1 + e), its tanh is ``((1 + e)^2 - 1) / ((1 + e)^2 + 1)``. From 20 on it
+    is 1 in float64 too, and e would overflow. ONNX Runtime has no float64 kernel for Softplus.
+    """
+    two = op.constant("two", 2, dtype)
+    bounded = op.Min(z, op.constant("mish_bound", 20, dtype), out="z_bounded")
+    power = op.Exp(bounded, out="power")
+    n = op.Mul(power, op.Add(power, two, out="power_2"), out="n")
+    return bounded, power, n, op.Add(n, two, out="n_2")
 
 
 def tanh_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:

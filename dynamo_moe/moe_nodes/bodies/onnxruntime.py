@@ -24,6 +24,8 @@ from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE
 
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
+# The slope of the sigmoid in a gating without clamps.
+_SWISH = {"silu": 1.0, "quick_gelu": 1.702}
 # exp(floor) is 0 in float32; the floor is finite so that a token without experts is not NaN.
 _FLOOR = -1e30
 _LEAST_GROUP = 16
@@ -91,7 +93,8 @@ def _moe(
                 ir.RefAttr("swiglu_limit", "activation_limit", ir.AttributeType.FLOAT),
             ]
         else:
-            attributes |= {"activation_alpha": 1.0, "activation_beta": 0.0}
+            alpha = _SWISH[config.options.activation]
+            attributes |= {"activation_alpha": alpha, "activation_beta": 0.0}
     if not is_plain:
         attributes |= {"expert_weight_bits": 4, "quant_type": "int"}
         references.append(ir.RefAttr("block_size", "block_size", ir.AttributeType.INT))
@@ -162,7 +165,7 @@ def _ordered(op: Ops, config: BodyConfig, value: ir.Value, name: str) -> ir.Valu
 
 def _check(config: BodyConfig) -> None:
     supported = config.options.activation in (
-        ("silu", "clamped_swiglu") if config.options.gated else tuple(_PLAIN)
+        (*_SWISH, "clamped_swiglu") if config.options.gated else tuple(_PLAIN)
     )
     if not supported:
         gated = "a gated" if config.options.gated else "an"
