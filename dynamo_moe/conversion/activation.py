@@ -17,6 +17,7 @@ from custom_ops.options import CLAMPED, POINTWISE, ExpertOptions
 
 # The most common one first: an attempt can cost a run of all experts.
 _UNCLAMPED = sorted(POINTWISE, key="silu".__ne__)
+_RARE = frozenset(POINTWISE) - {"silu", "gelu", "gelu_tanh", "relu", "relu2"}
 # Every regime of an activation: around zero, at the clamps, far beyond them.
 _MAGNITUDES = (0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 8.0, 12.0, 40.0, 3e2, 1e4)
 _TOLERANCE = 1e-5
@@ -61,6 +62,11 @@ def identify_activation(
         ):
             return options
     raise ValueError(f"its {kind} is none that torch.ops.moe computes")
+
+
+def is_rare(options: ExpertOptions) -> bool:
+    """Whether an activation is to be tried after all others in every layout of the weights."""
+    return options.activation in _RARE
 
 
 def possible_activations(

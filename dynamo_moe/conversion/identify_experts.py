@@ -21,7 +21,7 @@ import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe import pytree
-from dynamo_moe.conversion.activation import possible_activations
+from dynamo_moe.conversion.activation import is_rare, possible_activations
 from dynamo_moe.conversion.expert_weights import ExpertsSpec, ParameterStack
 from dynamo_moe.conversion.locate_layers import (
     LocatedExperts,
@@ -39,7 +39,8 @@ LORAS = "a mixture of LoRAs: products of low rank, added to those of a layer, ha
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
 # RMS of the activation's input, for each of an expert's tokens: clamps show with large ones.
 _SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
-# Relative to the RMS of an expert's result: another activation differs by 1e-2 and more.
+# Relative to the RMS of an expert's result: GELU's two forms differ by 2.5e-4, any other two
+# activations by 1e-2 and more.
 _TOLERANCE = 1e-4
 
 
@@ -57,7 +58,7 @@ def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[Experts
         return _identify_list(module, experts.path)
     if all(is_lora(names[0]) for names in experts.stacks):
         raise ValueError(LORAS)
-    candidates = list(_identify_stacks(module, experts))
+    candidates = _identify_stacks(module, experts)
     if not candidates:
         names = ", ".join(names[0] for names in experts.stacks)
         raise ValueError(
@@ -190,7 +191,7 @@ def _agree(result: Any, expected: Any) -> bool:
 # --- Experts that are stacks ---
 
 
-def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[ExpertsSpec]:
+def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> list[ExpertsSpec]:
     prefix = f"{experts.path}." if experts.path else ""
     count = experts.num_experts
     parameters = dict(module.named_parameters())
@@ -224,10 +225,15 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[Exp
 # --- Ways to combine matrices ---
 
 
-def _candidates(
+def _candidates(stacks: Sequence[ParameterStack], numbers: Sequence[float]) -> list[ExpertsSpec]:
+    """Returns the candidates for experts of these matrices and biases, rare activations last."""
+    return sorted(_combinations(stacks, numbers), key=lambda experts: is_rare(experts.options))
+
+
+def _combinations(
     stacks: Sequence[ParameterStack], numbers: Sequence[float]
 ) -> Iterator[ExpertsSpec]:
-    """Yields the candidates for experts of these matrices and biases."""
+    """Yields every way to combine matrices and biases, with every activation."""
     matrices = [stack for stack in stacks if len(stack.shape) == 3]
     vectors = [stack for stack in stacks if len(stack.shape) == 2]
     # The last matrix is tried first as that of the second product.

@@ -25,10 +25,10 @@ NAN = float("nan")
 
 
 class SameShapeOtherActivation(DroplessMoEMlp):
-    """Looks like a layer that the operators compute, but uses tanh instead of GELU."""
+    """Looks like a layer that the operators compute, but uses the sine instead of GELU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gelu, F.gelu = F.gelu, torch.tanh
+        gelu, F.gelu = F.gelu, torch.sin
         try:
             return super().forward(x)
         finally:

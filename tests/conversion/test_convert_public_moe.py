@@ -49,7 +49,7 @@ LEFT = {
     "one-gate-mixture": "an expert computes nothing",
     "progressive-layers": "one of several sets of experts",
     "moe-adapters": "an expert computes nothing",
-    "cumo-clip": "an expert computes nothing",
+    "cumo-clip": "not a weighted sum",  # A norm and a residual around it.
     "base-layer": "an expert computes nothing",
     "left-activations": "expert 1 computes something else than the first",
     "left-last-differs": "expert 5 computes something else than the first",

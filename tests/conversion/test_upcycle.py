@@ -159,7 +159,7 @@ def test_bert(hidden_act: str) -> None:
 def test_fc1_and_fc2() -> None:
     model = nn.Sequential(Mlp(), nn.Sequential(Mlp(nn.ReLU())))
     assert check_same(model, torch.randn(3, 8)).upcycled == ("0.fc1", "1.0.fc1")
-    clip = tiny_clip("gelu")
+    clip = tiny_clip("quick_gelu")
     report = check_same(clip, torch.randn(2, 3, 16, 16))
     assert report.upcycled == ("encoder.layers.0.mlp.fc1", "encoder.layers.1.mlp.fc1")
 
@@ -283,7 +283,7 @@ def test_experts_dtype_afterwards() -> None:
 
 
 def test_report() -> None:
-    model = nn.ModuleDict({"a": Mlp(), "b": ActivatedTwice(), "c": Mlp(nn.Tanh())})
+    model = nn.ModuleDict({"a": Mlp(), "b": ActivatedTwice(), "c": Mlp(nn.Softsign())})
     report = dynamo_moe.upcycle(model, 4, 2)
     assert report.upcycled == ("a.fc1",)
     assert [(left.module, left.original) for left in report.left] == [
@@ -309,8 +309,8 @@ def test_report() -> None:
         (ActivatedTwice(), r"found; fc1: .* computes something else"),
         (ActivatedTwice().half(), r"found; fc1: .* computes something else"),
         (WantsLists(), r"found; fc1: .* fails on random tokens"),
-        (Mlp(nn.Tanh()), r"found; fc1: its activation is none that torch.ops.moe computes"),
-        (tiny_clip("quick_gelu"), r"found; encoder.layers.0.mlp.fc1: its activation is none"),
+        (Mlp(nn.Softsign()), r"found; fc1: its activation is none that torch.ops.moe computes"),
+        (tiny_clip("sigmoid"), r"found; encoder.layers.0.mlp.fc1: its activation is none"),
     ],
 )
 def test_nothing_to_upcycle(model: nn.Module, reason: str) -> None:

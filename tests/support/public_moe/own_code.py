@@ -335,6 +335,6 @@ CASES = [
         make=lambda: Model(lambda: CLIPEncoderMoELayer(DIM, HIDDEN, EXPERTS, TOP_K), call=first),
         moe_paths=in_blocks("mlp"),
         convertible=False,
-        reason="QuickGELU; a norm ahead of the experts and a sum after them in one module",
+        reason="a norm ahead of the experts and a sum after them in one module",
     ),
 ]
