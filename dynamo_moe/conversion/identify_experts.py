@@ -212,14 +212,15 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> list[Experts
         if is_vector and p.shape[0] == count and name not in known and _owner(bias) in owners:
             stacks.append(bias)
     limits = _clamp_numbers(module, module.get_submodule(experts.path))
-    yield from _candidates(stacks, limits)
+    candidates = _candidates(stacks, limits)
     used = {name for stack in stacks for name in stack.names}
     if any(p.ndim == 2 and count in p.shape for name, p in parameters.items() if name not in used):
-        return
+        return candidates
     # Nothing else can be the router: it may have been taken for the experts' biases [E, D].
     for bias in stacks:
         if len(bias.shape) == 2:
-            yield from _candidates([stack for stack in stacks if stack is not bias], limits)
+            candidates += _candidates([stack for stack in stacks if stack is not bias], limits)
+    return candidates
 
 
 # --- Ways to combine matrices ---
