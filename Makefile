@@ -11,7 +11,7 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models export.speed export.checkpoint residency.simulate
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models cpu.packed_experts export.speed export.checkpoint residency.simulate
 # Where gpu-check writes its results, and the stages that it runs, by default all.
 OUT ?= build
 ONLY ?=

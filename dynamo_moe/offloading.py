@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.offload import cache_bytes
+from dynamo_moe import packed_experts
 from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.modules import ConvertedModule
@@ -113,6 +114,8 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns w1 and w2 as they lie in the memory of parameters, ``[E, ...]`` each."""
+    if packed_experts.of(module) is not None:
+        raise ValueError(f"the experts of {path!r} are packed: they cannot be offloaded yet")
     if isinstance(module, ConvertedModule):
         parameters = module.experts_parameters()
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import custom_ops
@@ -63,10 +64,16 @@ class PackedExperts(nn.Module):
     def _tensors(self, x: Tensor) -> dict[str, Any]:
         biases = {name: getattr(self, name) for name in ("b1", "b2")}
         return {
-            **{w + part: getattr(self, w + part) for w in ("w1", "w2") for part in _PARTS},
+            **{w + part: _narrow(getattr(self, w + part)) for w in ("w1", "w2") for part in _PARTS},
             **{name: None if b is None else b.to(x.dtype) for name, b in biases.items()},
             "weight_format": self.weight_format,
         }
+
+
+def _narrow(tensor: Tensor | None) -> Tensor | None:
+    """Returns float32 for float64, to which ``model.double()`` casts the scales."""
+    wide = tensor is not None and tensor.dtype == torch.float64
+    return tensor.float() if wide and tensor is not None else tensor
 
 
 def of(layer: nn.Module) -> PackedExperts | None:

@@ -5,7 +5,7 @@ Legend: E experts, N rows (out), K columns (in) of an expert's matrix, G columns
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ from dynamo_moe.conversion.packing import (
     converted_layers,
     experts_parameters,
     experts_weights,
+    pack_layer,
 )
 from dynamo_moe.json_values import json_values
-from dynamo_moe.packed_experts import PackedExperts, pack
+from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 Scales = Callable[[str, int, Tensor], Tensor]
@@ -91,7 +92,7 @@ def quantize(
     the range includes 0. That is how compressed-tensors rounds to 4 bits. Scales have the weights'
     dtype where that is half precision, else float32. Routers, biases and all else stay.
 
-    The weights are released layer by layer. The model computes in evaluation mode from then on.
+    The weights are released layer by layer, and biases are buffers from then on: for inference.
     The weights of a model that :func:`open_checkpoint` opened are rounded as they are written.
 
     Args:
@@ -107,9 +108,10 @@ def quantize(
         What was done.
 
     Raises:
-        ValueError: If there is no layer, the format is unknown, ``group`` does not divide a row, a
-            weight or a scale is not finite, or scales have another shape. Layers before the one
-            that is named are packed then.
+        ValueError: If there is no layer, the format is unknown, ``group`` does not divide a row, or
+            weights are shared with another layer; if a weight in memory is not finite, or scales
+            have another shape or are not positive. Of the latter, layers before the one that is
+            named are packed then.
     """
     if weight_format not in ROUNDED:
         names = ", ".join(ROUNDED)
@@ -122,6 +124,7 @@ def quantize(
     if group < 1:
         raise ValueError(f"group must be at least 1, got {group}")
     taken = {p: module for p, module in layers.items() if packed_experts.of(module) is None}
+    _check_owners(model, taken)
     for path, module in taken.items():
         weights = _detached(module)
         _check_group(f"{path}.w1", weights.w1, weight_format, group)
@@ -136,9 +139,10 @@ def quantize(
         before = weights.w1.nbytes + weights.w2.nbytes
         after = sum(t.nbytes for weight in packed.values() for t in weight if t is not None)
         experts = PackedExperts(weight_format, packed["w1"], weights.b1, packed["w2"], weights.b2)
-        pack(module, experts, [*experts_parameters(module)])
+        pack_layer(module, experts)
         done.append(QuantizedLayer(path, before, after))
-    return QuantizationReport(weight_format, tuple(done), tuple(layers.keys() - taken.keys()))
+    left = tuple(path for path in layers if path not in taken)
+    return QuantizationReport(weight_format, tuple(done), left)
 
 
 # --- Layers ---
@@ -150,10 +154,28 @@ def _detached(module: nn.Module) -> ExpertWeights:
     return ExpertWeights(w1.detach(), b1, w2.detach(), b2)
 
 
+def _check_owners(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Checks that what is released is nobody else's."""
+    owners: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(path)
+    for layer, module in layers.items():
+        prefix = f"{layer}." if layer else ""
+        for name, parameter in experts_parameters(module).items():
+            others = [p for p in owners.get(id(parameter), []) if not p.startswith(prefix)]
+            if others:
+                raise ValueError(
+                    f"{prefix}{name} is also {others[0]}: weights that are shared cannot be packed"
+                )
+
+
 def _check_group(path: str, weight: Tensor, weight_format: str, group: int) -> None:
     columns = weight.shape[-1]
-    if columns % group or columns % ENCODINGS[weight_format].per_byte:
+    if columns % group:
         raise ValueError(f"{path} has rows of {columns} values, which group={group} must divide")
+    per_byte = ENCODINGS[weight_format].per_byte
+    if columns % per_byte:
+        raise ValueError(f"{path} has rows of {columns} values, of which a byte takes {per_byte}")
 
 
 # --- Rounding ---
@@ -166,11 +188,13 @@ def _packed(
     experts = []
     for expert in range(weight.shape[0]):
         matrix = weight[expert]
+        if scales is not None and isinstance(matrix, LazyTensor):
+            matrix = matrix.read()
+        _check_finite(path, expert, matrix)
         given = None if scales is None else scales(path, expert, matrix)
         if given is not None:
             _check_scales(path, expert, given, matrix, group)
         experts.append(rounded_int4(matrix, group, zero_points=zero_points, scales=given))
-        _check_finite(path, expert, experts[-1])
     values, their_scales, zeros = zip(*experts, strict=True)
     return PackedWeight(
         torch.stack(values),
@@ -198,7 +222,8 @@ def rounded_int4(
     if scales is None:
         scales = (high - low) / 15 if zero_points else torch.maximum(high, -low) / 7.5
         scales = scales.to(dtype).float()
-        scales = torch.where(scales == 0, 1.0, scales).to(dtype)
+        scales = torch.where(scales == 0, 1.0, scales)
+    scales = scales.to(dtype)
     wide = scales.float().unsqueeze(-1)
     zeros = (-low.unsqueeze(-1) / wide).round().clamp(0, 15) if zero_points else None
     codes = (groups / wide).round() + (8 if zeros is None else zeros)
@@ -215,12 +240,12 @@ def _check_scales(path: str, expert: int, scales: Tensor, matrix: Tensor, group:
             f"the scales of {path}, expert {expert}, must have the shape {wanted}, "
             f"got {list(scales.shape)}"
         )
-    if not bool((scales > 0).all()):
-        raise ValueError(f"the scales of {path}, expert {expert}, must be positive")
+    if not bool(((scales > 0) & scales.isfinite()).all()):
+        raise ValueError(f"the scales of {path}, expert {expert}, must be positive and finite")
 
 
-def _check_finite(path: str, expert: int, packed: PackedWeight) -> None:
-    if isinstance(packed.scales, LazyTensor) or packed.scales.is_meta:
+def _check_finite(path: str, expert: int, matrix: Tensor) -> None:
+    if isinstance(matrix, LazyTensor) or matrix.is_meta:
         return
-    if not bool(packed.scales.isfinite().all()):
-        raise ValueError(f"{path}, expert {expert}, has weights or scales that are not finite")
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"{path}, expert {expert}, has weights that are not finite")

@@ -125,9 +125,13 @@ def export(
         ),
     ] = None,
     group: Annotated[
-        int,
-        typer.Option(metavar="N", help="With --quantize: values of a row that share a scale."),
-    ] = 32,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --quantize: values of a row that share a scale.",
+            show_default="32",
+        ),
+    ] = None,
     hf: Annotated[
         bool,
         typer.Option(
@@ -223,6 +227,8 @@ def export(
     with failures(debug):
         if static and dynamic:
             raise UsageError("--static and --dynamic contradict each other")
+        if group is not None and not quantize:
+            raise UsageError("--group needs --quantize")
         if hf and (shape or dynamic or static):
             raise UsageError("--shape, --dynamic and --static do not go with --hf")
         if not hf and (task or dtype or link_weights):
@@ -416,11 +422,13 @@ def _convert(
 
 
 def _quantize(
-    console: Console, module: nn.Module, weight_format: str | None, group: int
+    console: Console, module: nn.Module, weight_format: str | None, group: int | None
 ) -> dynamo_moe.QuantizationReport | None:
     if weight_format is None:
         return None
     with step(console, f"Rounding the experts to {weight_format}"):
+        if group is None:
+            return dynamo_moe.quantize(module, weight_format)
         return dynamo_moe.quantize(module, weight_format, group=group)
 
 

@@ -158,9 +158,9 @@ def _is_around(path: str, outcomes: list[Replacement | Unrecognised]) -> bool:
 def _noted(
     outcomes: list[Replacement | Unrecognised], packed: Mapping[str, str]
 ) -> list[Replacement | Unrecognised]:
-    """Returns the outcomes, in which layers whose experts stay packed say so."""
+    """Returns the outcomes with the notes of layers whose weights are quantised."""
     return [
-        replace(outcome, notes=(*outcome.notes, f"its experts stay packed ({packed[path]})"))
+        replace(outcome, notes=(*outcome.notes, packed[path]))
         if isinstance(outcome, Replacement) and (path := outcome.module) in packed
         else outcome
         for outcome in outcomes

@@ -299,6 +299,10 @@ class ConvertedLayer(ConvertedModule):
         """Returns the experts' weights as the operators take them; they may be copies."""
         return self._dynamo_moe_spec.experts.weights(self)
 
+    def forget_weights(self) -> None:
+        """Releases what calls have kept."""
+        self._dynamo_moe_weights = CachedWeights()
+
     def kept_weights(self) -> tuple[Tensor, Tensor]:
         """Returns w1 ``[E, F, D]`` and w2 ``[E, D, H]``, which calls without gradients use."""
         with torch.no_grad():

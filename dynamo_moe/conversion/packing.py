@@ -6,10 +6,10 @@ from torch import nn
 
 from custom_ops.expert_weights import ExpertWeights
 from dynamo_moe.conversion import transformers_experts
+from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts, pack
-from dynamo_moe.weights.lazy_tensors import LazyTensor
-from dynamo_moe.weights.quantized import packed_weight
+from dynamo_moe.weights.quantized import is_decoding, packed_pair
 
 
 def converted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -39,18 +39,29 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
     """Gives layers whose weights a checkpoint has packed these in the place of decoded ones.
 
     Returns:
-        The formats, by the layers' paths.
+        A note of each layer that has quantised weights, by its path.
     """
-    kept = {}
+    notes = {}
     for path, layer in converted_layers(model).items():
-        lazy = any(isinstance(p, LazyTensor) for p in experts_parameters(layer).values())
-        if not lazy:
+        if not any(is_decoding(parameter) for parameter in experts_parameters(layer).values()):
             continue
-        weights = experts_weights(layer)
-        first, second = packed_weight(weights.w1), packed_weight(weights.w2)
-        if first is None or second is None or first[0] != second[0]:
+        try:
+            weights = experts_weights(layer)
+        except NotImplementedError:
+            pair = None
+        else:
+            pair = packed_pair(weights.w1, weights.w2)
+        if pair is None:
+            notes[path] = "its experts are decoded: not all of them are packed, or not alike"
             continue
-        kept[path], w1 = first
-        experts = PackedExperts(kept[path], w1, weights.b1, second[1], weights.b2)
-        pack(layer, experts, [*experts_parameters(layer)])
-    return kept
+        weight_format, w1, w2 = pair
+        notes[path] = f"its experts stay packed ({weight_format})"
+        pack_layer(layer, PackedExperts(weight_format, w1, weights.b1, w2, weights.b2))
+    return notes
+
+
+def pack_layer(layer: nn.Module, packed: PackedExperts) -> None:
+    """Gives a layer packed experts in the place of its own, which it releases."""
+    pack(layer, packed, [*experts_parameters(layer)])
+    if isinstance(layer, ConvertedLayer):
+        layer.forget_weights()

@@ -46,8 +46,9 @@ def open_checkpoint(
     needs them, lazily (:class:`dynamo_moe.weights.lazy_tensors.LazyTensor`). The model can be
     converted and exported, which streams the weights from file to file; it cannot be run.
 
-    Of a quantised checkpoint (compressed-tensors' ``pack-quantized`` with 4 bits) :func:`convert`
-    leaves the experts' bytes as they are; other weights are decoded as they are written.
+    Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are; other weights
+    are decoded as they are written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
+    of compressed-tensors (``pack-quantized`` with 4 bits, ``float-quantized``), GPTQ or AWQ.
 
     Args:
         folder: A local folder with ``config.json`` and safetensors files.
@@ -81,7 +82,9 @@ def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedM
     tensors: dict[str, Any] = open_tensors(folder)
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         try:

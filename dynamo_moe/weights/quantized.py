@@ -9,6 +9,7 @@ Legend: N rows (out), K columns (in) of a matrix, G columns of a group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,50 @@ def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
     return encoding, PackedWeight(values, scales, *zero_points)
 
 
+def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight] | None:
+    """Returns the format and the packed tensors of a layer's two weights, for the operators.
+
+    In ``int4``, the scales of larger groups are repeated, so that both weights have groups of one
+    size; which changes no number. None if they are not packed, or not alike.
+    """
+    first, second = packed_weight(w1), packed_weight(w2)
+    if first is None or second is None or first[0] != second[0]:
+        return None
+    encoding, one, two = first[0], first[1], second[1]
+    if encoding == "int4":
+        sizes = [w.shape[-1] // p.scales.shape[-1] for w, p in ((w1, one), (w2, two))]
+        has_zero_points = one.zero_points is not None or two.zero_points is not None
+        group = math.gcd(*sizes)
+        one = _in_groups(one, sizes[0] // group, has_zero_points)
+        two = _in_groups(two, sizes[1] // group, has_zero_points)
+    known = ENCODINGS[encoding]
+    blocks, others = (
+        known.blocks(w.shape[-2], w.shape[-1], p.scales.shape[-2:])
+        for w, p in ((w1, one), (w2, two))
+    )
+    if one.scales.dtype != two.scales.dtype or not any(block in others for block in blocks):
+        return None
+    return encoding, one, two
+
+
+def _in_groups(packed: PackedWeight, times: int, has_zero_points: bool) -> PackedWeight:
+    """Returns the same with each scale repeated, and with zero points of 8 where it has none."""
+    scales, zero_points = packed.scales, packed.zero_points
+    if times > 1:
+        scales = scales.repeat_interleave(times, -1)
+        zero_points = None if zero_points is None else zero_points.repeat_interleave(times, -1)
+    if zero_points is None and has_zero_points:
+        zero_points = torch.full((scales.shape[0], 1, 1), 8, dtype=torch.int8)
+    return PackedWeight(packed.values, scales, zero_points)
+
+
+def is_decoding(tensor: Any) -> bool:
+    """Whether a lazy tensor is made of decoded ones, alone or among others."""
+    function, args, *_ = origin_of(tensor) or (None, ())
+    parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    return isinstance(function, _Decoding) or any(map(is_decoding, parts))
+
+
 class _OtherwiseError(Exception):
     """A tensor is made otherwise than by moving decoded ones."""
 
@@ -101,7 +146,12 @@ def _remade(tensor: Any, part: int, leaves: list[tuple[_Decoding, tuple[Tensor, 
     else:
         moved = _remade(first, part, leaves)
         missing = moved is None
-    return None if missing else function(moved, *rest)
+    if missing:
+        return None
+    try:
+        return function(moved, *rest)
+    except RuntimeError as error:  # Their sizes differ where the decoded ones' do not.
+        raise _OtherwiseError from error
 
 
 def _transposed_back(tensor: Tensor) -> Tensor | None:
@@ -148,10 +198,19 @@ def _compressed_tensors(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """``pack-quantized`` with 4 bits, of https://github.com/vllm-project/compressed-tensors."""
-    if config.get("format") == "float-quantized":
-        return _with_scales(tensors, "weight_scale", dtype)
-    if config.get("format") != "pack-quantized":
+    if config.get("format") not in ("pack-quantized", "float-quantized"):
         raise ValueError(f"compressed-tensors format {config.get('format')!r} is not taken")
+    if config.get("transform_config"):
+        raise ValueError("compressed-tensors' transform_config, of rotations, is not taken")
+    is_float = config["format"] == "float-quantized"
+    wanted = (8, "float") if is_float else (4, "int")
+    for name, scheme in (config.get("config_groups") or {}).items():
+        weights = scheme.get("weights") or {}
+        stored = weights.get("num_bits", wanted[0]), weights.get("type", wanted[1])
+        if stored != wanted:
+            raise ValueError(f"weights of {stored[0]} bits of {stored[1]!r} ({name}) are not taken")
+    if is_float:
+        return _with_scales(tensors, "weight_scale", dtype)
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
@@ -186,16 +245,22 @@ def _int4_of_words(
         )
     zero_points = tensors.get(f"{prefix}.weight_zero_point")
     if zero_points is not None:
-        zero_points = computed(_codes_by_column, (zero_points,), (rows, groups), torch.int8)
+        if zero_points.dtype != torch.int32 or list(zero_points.shape) != [-(-rows // 8), groups]:
+            raise ValueError(
+                f"{prefix}.weight_zero_point, {list(zero_points.shape)} of {zero_points.dtype}, "
+                f"must be [{-(-rows // 8)}, {groups}] of torch.int32"
+            )
+        codes = partial(_codes_by_column, rows=rows)
+        zero_points = computed(codes, (zero_points,), (rows, groups), torch.int8)
     weight = PackedWeight(words.view(torch.int8), scales, zero_points)
     return decoded("int4", weight, (rows, columns), dtype or scales.dtype)
 
 
-def _codes_by_column(words_RG: Tensor) -> Tensor:
+def _codes_by_column(words_RG: Tensor, rows: int) -> Tensor:
     """Returns the codes ``[N, G]`` of words ``[N / 8, G]``, eight of which lie in a column."""
     shifts_8 = torch.arange(0, 32, 4, dtype=torch.int32).view(1, 8, 1)
     codes_R8G = (words_RG.unsqueeze(1) >> shifts_8) & 15
-    return codes_R8G.flatten(0, 1).to(torch.int8)
+    return codes_R8G.flatten(0, 1)[:rows].to(torch.int8)
 
 
 def _gptq(
@@ -207,24 +272,22 @@ def _gptq(
 
     def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
         rows, columns, groups = qweight.shape[1], qweight.shape[0] * 8, scales.shape[0]
-        zero_points = computed(
-            partial(_codes_by_row, order=_IN_ORDER, added=one),
-            (qzeros,),
-            (rows, groups),
-            torch.int8,
-        )
+        codes = partial(_codes_by_row, name=prefix, order=_IN_ORDER, added=one)
+        zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
+        order = tensors.get(f"{prefix}.g_idx")
         if config.get("desc_act"):
-            order = tensors.get(f"{prefix}.g_idx")
             if order is None:
                 raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
             to = dtype or scales.dtype
             parts = (qweight, zero_points, scales, order)
             return computed(partial(_regrouped, dtype=to), parts, (rows, columns), to)
-        values = computed(_packed_by_column, (qweight,), (rows, columns // 2), torch.int8)
+        words = (qweight,) if order is None else (qweight, order)
+        pack = partial(_packed_by_column, name=prefix, groups=groups)
+        values = computed(pack, words, (rows, columns // 2), torch.int8)
         packed = PackedWeight(values, _transposed(scales), zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
-    return _by_words(tensors, weight, depth=8)
+    return _by_words(tensors, weight, config, depth=8)
 
 
 def _awq(
@@ -236,19 +299,19 @@ def _awq(
 
     def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
         rows, columns, groups = scales.shape[1], qweight.shape[0], scales.shape[0]
-        zero_points = computed(
-            partial(_codes_by_row, order=_AWQ_ORDER), (qzeros,), (rows, groups), torch.int8
-        )
+        codes = partial(_codes_by_row, name=prefix, order=_AWQ_ORDER)
+        zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
         values = computed(_packed_by_row, (qweight,), (rows, columns // 2), torch.int8)
         packed = PackedWeight(values, _transposed(scales), zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
-    return _by_words(tensors, weight, depth=1)
+    return _by_words(tensors, weight, config, depth=1)
 
 
 def _by_words(
     tensors: Mapping[str, Tensor],
     weight: Callable[[str, Tensor, Tensor, Tensor], LazyTensor],
+    config: Mapping[str, Any],
     depth: int,
 ) -> dict[str, Tensor]:
     """Returns tensors in which weights take the place of ``qweight``, ``qzeros`` and ``scales``.
@@ -256,6 +319,7 @@ def _by_words(
     Args:
         tensors: The checkpoint's.
         weight: From a weight's path and these to the weight.
+        config: The ``quantization_config``.
         depth: Columns of the matrix (in) that a word of ``qweight`` has codes of; its other codes
             are of other rows.
     """
@@ -273,11 +337,13 @@ def _by_words(
             qzeros, scales = tensors[f"{prefix}.qzeros"], tensors[f"{prefix}.scales"]
             groups, rows = scales.shape
             columns = tensor.shape[0] * depth
-            fits = tensor.shape[1] * 8 == rows * depth and columns % max(groups, 1) == 0
+            size = config.get("group_size", -1)
+            grouped = groups * size == columns if size > 0 else groups == 1
+            fits = tensor.shape[1] * 8 == rows * depth and grouped
             if not fits or tuple(qzeros.shape) != (groups, rows // 8):
                 raise ValueError(
                     f"{name}, {list(tensor.shape)}, with scales {list(scales.shape)} and zero "
-                    f"points {list(qzeros.shape)} is not packed in 4 bits"
+                    f"points {list(qzeros.shape)} is not packed in 4 bits with groups of {size}"
                 )
             result[f"{prefix}.weight"] = weight(prefix, tensor, qzeros, scales)
         elif kind not in ("qzeros", "scales", "g_idx"):
@@ -303,14 +369,23 @@ def _codes_of(words: Tensor, order: tuple[int, ...] = _IN_ORDER) -> Tensor:
     return codes_8[..., torch.tensor(order).argsort()].to(torch.uint8)
 
 
-def _codes_by_row(words_GR: Tensor, order: tuple[int, ...], added: int = 0) -> Tensor:
+def _codes_by_row(words_GR: Tensor, name: str, order: tuple[int, ...], added: int = 0) -> Tensor:
     """Returns the codes ``[N, G]`` of words ``[G, N / 8]``."""
     codes_NG = _codes_of(words_GR, order).flatten(1).t() + added
+    if bool((codes_NG > 15).any()):
+        raise ValueError(f"{name}.qzeros has a zero point of 16, which is no code of 4 bits")
     return codes_NG.to(torch.int8).contiguous()
 
 
-def _packed_by_column(words_RN: Tensor) -> Tensor:
+def _packed_by_column(
+    words_RN: Tensor, group_K: Tensor | None = None, *, name: str, groups: int
+) -> Tensor:
     """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``: those of each row's words."""
+    columns = 8 * words_RN.shape[0]
+    if group_K is not None and not torch.equal(
+        group_K.long(), torch.arange(columns) // (columns // groups)
+    ):
+        raise ValueError(f"{name}.g_idx has columns in another order, and desc_act is not set")
     return words_RN.t().contiguous().view(torch.int8)
 
 

@@ -212,6 +212,7 @@ def test_export_needs_inputs_and_a_folder() -> None:
         (["--hf", "absent", "m.onnx"], "there is no folder absent"),
         (["--hf", "absent", "m.onnx", "--static"], "do not go with --hf"),
         (["model.py", "m.onnx", "--link-weights"], "need --hf"),
+        (["model.py", "m.onnx", "--group", "32"], "--group needs --quantize"),
     ],
 )
 def test_wrong_uses_of_checkpoints(arguments: list[str], message: str) -> None:

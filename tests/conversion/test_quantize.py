@@ -237,7 +237,62 @@ def test_scales_from_elsewhere() -> None:
     assert (model[0].packed_experts.w2_scales == 0.125).all()
 
 
+def test_calls_before_do_not_keep_the_weights() -> None:
+    model = listed()
+    with torch.no_grad():
+        model(tokens(3))
+    dynamo_moe.quantize(model)
+    assert model[0]._dynamo_moe_weights._weights is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_cast_model_computes(dtype: torch.dtype) -> None:
+    model, x = listed(), tokens(5)
+    dynamo_moe.quantize(model)
+    with torch.no_grad():
+        expected = model(x)
+        result = model.to(dtype)(x.to(dtype))
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.float(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_scales_in_any_dtype() -> None:
+    model = listed()
+    dynamo_moe.quantize(
+        model, scales=lambda path, expert, w: w.abs().unflatten(1, (-1, 32)).amax(2).double()
+    )
+    assert model[0].packed_experts.w1_scales.dtype == torch.float32
+    model(tokens(3))
+
+
 # --- What is refused ---
+
+
+def test_weights_of_two_owners() -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.aside = Listed(), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.aside(self.layer(x))
+
+    model = Aside().eval()
+    dynamo_moe.convert(model)
+    model.aside = model.layer.experts[1]
+    expected = model(tokens(3))
+    with pytest.raises(
+        ValueError, match=r"layer\.experts\.1\.0\.weight is also aside\.0\.weight: "
+    ):
+        dynamo_moe.quantize(model)
+    assert torch.equal(model(tokens(3)), expected)
+
+
+def test_packed_experts_are_not_offloaded() -> None:
+    model = listed()
+    dynamo_moe.quantize(model)
+    with pytest.raises(ValueError, match="the experts of '0' are packed: they cannot be offloaded"):
+        dynamo_moe.offload(model, 2)
 
 
 def test_in_training_it_says_so() -> None:
@@ -285,7 +340,7 @@ def test_weights_that_are_not_finite(value: float) -> None:
     model = listed()
     with torch.no_grad():
         model[0].experts[2][2].weight[1, 1] = value
-    with pytest.raises(ValueError, match=r"0\.w2, expert 2, has weights or scales that are not"):
+    with pytest.raises(ValueError, match=r"0\.w2, expert 2, has weights that are not finite"):
         dynamo_moe.quantize(model)
 
 

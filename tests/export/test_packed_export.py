@@ -51,7 +51,7 @@ class Layer(nn.Module):
         if self.case.plain.op == "experts":
             tokens = x.flatten(0, -2).shape[0]
             for name in ("expert_ids", "expert_weights"):
-                held[name] = held[name][:tokens].view(*x.shape[:-1], -1)
+                held[name] = held[name][:tokens].view(*x.shape[:-1], held[name].shape[-1])
         return self.case.overload(**{**held, "x": x}, **self.case.options)
 
 
@@ -73,7 +73,7 @@ def test_one_node_that_runs(op: str, form: str, body: Any, tmp_path: Path) -> No
     name = {"dropless": "DroplessMoEPacked", "experts": "DroplessMoEExpertsPacked"}[op]
     assert report.operators == {name: 1}
     session = ort.InferenceSession(path)
-    for batch in (1, 2, 70, 256):
+    for batch in (0, 1, 2, 70, 256):
         x = tokens(batch, 5)
         (result,) = session.run(None, {"x": x.numpy()})
         with torch.no_grad():
@@ -87,7 +87,7 @@ def test_blocks_that_are_cut_off(body: Any, form: str, tmp_path: Path) -> None:
     model, path = Layer(case).eval(), tmp_path / "layer.onnx"
     dynamo_moe.export(model, (torch.zeros(2, 200),), path, body=body)
     session = ort.InferenceSession(path)
-    for batch in (1, 3, 900):
+    for batch in (0, 1, 3, 900):
         x = torch.randn(batch, 200, generator=torch.Generator().manual_seed(batch))
         (result,) = session.run(None, {"x": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
@@ -159,10 +159,13 @@ def test_onnx_runtime_s_own_operator_with_each_router(
     torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_groups_that_onnx_runtime_s_operator_does_not_take(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="QMoE takes groups of 16 values or more, got 8"):
+@pytest.mark.parametrize("group", [8, 24])
+def test_groups_that_onnx_runtime_s_operator_does_not_take(group: int, tmp_path: Path) -> None:
+    case = packed_case("dropless", group=group, width=48, hidden=48)
+    message = rf"QMoE takes groups of 16, 32, 64, \.\.\. values, got {group}"
+    with pytest.raises(ValueError, match=message):
         dynamo_moe.export(
-            layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime"
+            Layer(case).eval(), (torch.zeros(2, 48),), tmp_path / "x.onnx", target="onnxruntime"
         )
 
 

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from dynamo_moe.weights.checkpoints import load_checkpoint
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from packed_checkpoints import (
     FAMILIES,
+    add_packed,
     arguments,
     compressed,
     decompressed,
@@ -152,6 +154,50 @@ def test_experts_in_another_dtype_are_decoded(tmp_path: Path) -> None:
     assert report.operators == {"DroplessMoE": 2}
 
 
+def of_w2(name: str) -> bool:
+    return of_experts(name) and name.endswith("down_proj.weight")
+
+
+def test_a_scale_for_a_whole_row(tmp_path: Path) -> None:
+    """D and H differ: the larger group's scale is repeated, which changes no number."""
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=64)
+    folder = save_packed(language_model("qwen3_moe"), tmp_path / "model", args, of_w1)
+    add_packed(folder, arguments(symmetric=False, group=32), of_w2)
+    model, path = opened(folder), tmp_path / "model.onnx"
+    experts = model.model.layers[0].mlp.experts.packed_experts
+    assert experts.w1_scales.shape == (4, 64, 2)
+    assert experts.w1_zero_points.shape == (4, 1, 1)
+    dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=SHAPES)
+    whole, ids = load_checkpoint(folder, dtype=torch.float32), token_ids(3, 9)
+    (result,) = ort.InferenceSession(path).run(None, {"input_ids": ids.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.from_numpy(result), whole(ids).logits, rtol=1e-4, atol=1e-5
+        )
+
+
+def of_w1(name: str) -> bool:
+    return of_experts(name) and not of_w2(name)
+
+
+@pytest.mark.parametrize("kind", ["w1 alone", "gate in other groups than up"])
+def test_what_is_not_packed_alike_is_decoded_and_says_so(kind: str, tmp_path: Path) -> None:
+    folder = save_packed(language_model("qwen3_moe"), tmp_path / "model", arguments(), of_w1)
+    if kind != "w1 alone":
+        stored = load_file(folder / "model.safetensors")
+        for name in [name for name in stored if name.endswith("gate_proj.weight_scale")]:
+            stored[name] = stored[name].repeat_interleave(2, 1)
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        add_packed(folder, arguments(), of_w2)
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    notes = {note for replacement in report.replaced for note in replacement.notes}
+    assert notes == {"its experts are decoded: not all of them are packed, or not alike"}
+    path = tmp_path / "model.onnx"
+    exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=SHAPES)
+    assert exported.operators == {"DroplessMoE": 2}
+
+
 # --- What is refused ---
 
 
@@ -175,12 +221,19 @@ def _reordered(stored: dict[str, Tensor]) -> None:
     stored[name.replace("packed", "g_idx")] = torch.zeros(64, dtype=torch.int32)
 
 
+def _unpacked(stored: dict[str, Tensor]) -> None:
+    name = next(name for name in stored if name.endswith("weight_packed"))
+    rows = stored[name].shape[0]
+    stored[name.replace("packed", "zero_point")] = torch.zeros(rows, 1, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_without("weight_scale"), r"experts\.\d\.\w+\.weight_packed has no .*weight_scale"),
         (_halved("weight_scale"), r"weight_packed, \[64, 4\] .* is not packed in 4 bits"),
         (_reordered, r"weight_g_idx: groups in another order are not taken"),
+        (_unpacked, r"weight_zero_point, \[64, 1\] of torch.int8, must be \[8, 1\] of torch.int32"),
         (_without("weight_packed"), r"\.weight_\w+ has no .*\.weight_packed"),
     ],
 )
@@ -200,9 +253,14 @@ def test_files_that_do_not_fit(
     [
         ({"quant_method": "aqlm"}, "quantization method 'aqlm' is not taken"),
         ({"format": "marlin-24"}, "compressed-tensors format 'marlin-24' is not taken"),
+        ({"transform_config": {"config_groups": {}}}, "compressed-tensors. transform_config, of"),
+        (
+            {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
+            r"weights of 8 bits of 'int' \(g\) are not taken",
+        ),
     ],
 )
-def test_methods_that_are_not_taken(change: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_methods_that_are_not_taken(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_packed(language_model("qwen3_moe"), tmp_path / "model", arguments(), of_experts)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= change

@@ -163,6 +163,8 @@ def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
         (GPTQ, {"qweight": None, "scales": None}, r"a\.qzeros has no a\.qweight"),
         (GPTQ | {"desc_act": True}, {"g_idx": None}, r"a\.qweight has no a\.g_idx"),
         (GPTQ, {"qzeros": torch.zeros(4, 5).int()}, r"zero points \[4, 5\] is not packed"),
+        (GPTQ | {"group_size": 64}, {}, "in 4 bits with groups of 64"),
+        (AWQ | {"group_size": -1}, {}, "in 4 bits with groups of -1"),
         (AWQ, {"qweight": torch.zeros(128, 7).int()}, r"a\.qweight, \[128, 7\], with scales"),
     ],
 )
@@ -173,3 +175,19 @@ def test_what_is_refused(
     changed = {k: change.get(k, v) for k, v in stored.items() if change.get(k, v) is not None}
     with pytest.raises(ValueError, match=message):
         opened(changed, config)
+
+
+def test_columns_in_another_order_are_found_as_they_are_read() -> None:
+    stored = stored_gptq(parts(5))
+    stored["g_idx"] = stored["g_idx"].flip(0)
+    weight = opened(stored, GPTQ)
+    with pytest.raises(ValueError, match=r"a\.g_idx has columns in another order"):
+        weight.read()
+
+
+def test_a_zero_point_that_is_no_code() -> None:
+    part = parts(6)
+    part["zeros"][3, 1] = 16
+    weight = opened(stored_gptq(part), GPTQ)
+    with pytest.raises(ValueError, match=r"a\.qzeros has a zero point of 16"):
+        weight.read()

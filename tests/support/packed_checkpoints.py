@@ -102,16 +102,7 @@ def save_packed(
 ) -> Path:
     """Saves a model of transformers; compressed-tensors packs the weights that are chosen."""
     model.save_pretrained(folder)
-    file = folder / "model.safetensors"
-    stored: dict[str, Tensor] = {}
-    for name, tensor in load_file(file).items():
-        if packed(name):
-            prefix = name.removesuffix(".weight")
-            parts = compressed(tensor, args).items()
-            stored |= {f"{prefix}.{kind}": part.contiguous() for kind, part in parts}
-        else:
-            stored[name] = tensor
-    save_file(stored, file, metadata={"format": "pt"})
+    add_packed(folder, args, packed)
     config = json.loads((folder / "config.json").read_text())
     groups = {"group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}}
     config["quantization_config"] = {
@@ -123,3 +114,17 @@ def save_packed(
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def add_packed(folder: Path, args: QuantizationArgs, packed: Callable[[str], bool]) -> None:
+    """Makes compressed-tensors pack the weights of a checkpoint that are chosen."""
+    file = folder / "model.safetensors"
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if packed(name):
+            prefix = name.removesuffix(".weight")
+            parts = compressed(tensor, args).items()
+            stored |= {f"{prefix}.{kind}": part.contiguous() for kind, part in parts}
+        else:
+            stored[name] = tensor
+    save_file(stored, file, metadata={"format": "pt"})

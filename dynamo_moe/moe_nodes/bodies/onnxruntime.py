@@ -183,10 +183,10 @@ def _check(config: BodyConfig) -> None:
             "on a CPU: use target 'plugin'"
         )
     group = config.shape.weight_format.block[1]
-    if 0 < group < _LEAST_GROUP:
+    if 0 < group < _LEAST_GROUP or group & (group - 1):
         raise ValueError(
-            f"com.microsoft::QMoE takes groups of {_LEAST_GROUP} values or more, got {group}: use "
-            "target 'plugin'"
+            f"com.microsoft::QMoE takes groups of {_LEAST_GROUP}, 32, 64, ... values, got {group}: "
+            "use target 'plugin'"
         )
     if config.compute_dtype == ir.DataType.DOUBLE:
         raise ValueError("com.microsoft::MoE has no double form: use target 'plugin' or 'dense'")

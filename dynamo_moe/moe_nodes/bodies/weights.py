@@ -109,18 +109,13 @@ def _fp8(op: Ops, config: BodyConfig, tensors: Sequence[ir.Value], name: str, ou
 
 def _spread(op: Ops, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
     """The scales of blocks ``[..., R, C]`` as those of values ``[..., N, K]``."""
-    rows_1, columns_1 = op.size("block_rows"), op.size("block_size")
-    R = op.Shape(scales, end=-1, out=f"{name}_R")
-    C = op.Shape(scales, start=-1, out=f"{name}_C")
-    blocks = op.Concat(R, rows_1, C, columns_1, axis=0, out=f"{name}_RrCc")
-    spread = op.Expand(op.Unsqueeze(scales, [-3, -1], out=f"{name}_R1C1"), blocks, out=f"{name}_sp")
-    lead = op.Shape(scales, end=-2, out=f"{name}_lead")
-    block = op.Concat(rows_1, columns_1, axis=0, out=f"{name}_block")
-    sizes = op.Mul(op.Shape(scales, start=-2, out=f"{name}_RC"), block, out=f"{name}_sizes")
-    flat = op.Reshape(spread, op.Concat(lead, sizes, axis=0, out=f"{name}_flat"), out=f"{name}_all")
-    # The last blocks may be cut off.
-    ends = op.Shape(values, start=-2, out=f"{name}_ends")
-    return op.Slice(flat, [0, 0], ends, [-2, -1], out=f"{name}_spread")
+    for axis, end, attribute in ((-1, None, "block_size"), (-2, -1, "block_rows")):
+        ends = {} if end is None else {"end": end}
+        size = op.Shape(values, start=axis, out=f"{name}_size", **ends)
+        places = op.Range(0, op.Squeeze(size, [0], out=f"{name}_last"), 1, out=f"{name}_places")
+        blocks = op.Div(places, op.size(attribute), out=f"{name}_blocks")
+        scales = op.Gather(scales, blocks, axis=axis, out=f"{name}_spread")
+    return scales
 
 
 def _indices(op: Ops, values: ir.Value, name: str) -> ir.Value:
@@ -130,8 +125,9 @@ def _indices(op: Ops, values: ir.Value, name: str) -> ir.Value:
 
 def _grouped(op: Ops, pairs: ir.Value, scales: ir.Value, name: str) -> ir.Value:
     """The values ``[..., N, K / 2, 2]`` as ``[..., N, K / G, G]``."""
-    groups = op.Concat(op.Shape(scales, out=f"{name}_NG"), [-1], axis=0, out=f"{name}_NGC")
-    return op.Reshape(pairs, groups, out=f"{name}_q")
+    sizes = op.Shape(scales, out=f"{name}_NG")
+    groups = op.Concat(sizes, op.size("block_size"), axis=0, out=f"{name}_NGC")
+    return op.Reshape(pairs, groups, allowzero=1, out=f"{name}_q")
 
 
 def _scaled(
@@ -147,8 +143,9 @@ def _scaled(
     compute = config.compute_dtype
     scales = op.Unsqueeze(scales, [-1], out=f"{name}_scales_1")
     groups = op.Mul(numbers, scales, out=f"{name}_groups")
-    rows = op.Concat(op.Shape(values, end=-1, out=f"{name}_N"), [-1], axis=0, out=f"{name}_NK")
-    matrix = op.Reshape(groups, rows, out=f"{name}_matrix")
+    columns_1 = op.Mul(op.Shape(values, start=-1, out=f"{name}_B"), 2, out=f"{name}_K")
+    rows = op.Concat(op.Shape(values, end=-1, out=f"{name}_N"), columns_1, axis=0, out=f"{name}_NK")
+    matrix = op.Reshape(groups, rows, allowzero=1, out=f"{name}_matrix")
     matrix = op.cast(matrix, compute, config.operand_dtype, out=f"{name}_rounded")
     return op.cast(matrix, config.operand_dtype, compute, out=out)
 

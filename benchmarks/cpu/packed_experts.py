@@ -1,0 +1,148 @@
+"""How fast is a layer with packed experts in ONNX Runtime, and how large is its file?
+
+    python -m benchmarks.cpu.packed_experts --json result.json
+
+``float32`` is the layer with plain weights: ``plugin`` with the body that ships with a node,
+``onnxruntime`` as ``com.microsoft::MoE``. The others have the same weights, packed; ``int4`` as
+``onnxruntime`` is ``com.microsoft::QMoE``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.report import conditions, matching_cases, parser, table, write_json
+from benchmarks.common.timing import Timing, fresh_processes, turns
+from benchmarks.cpu.function_bodies import Case, turn
+
+TURNS = 3
+GROUP = 32
+TARGETS: tuple[Any, ...] = ("plugin", "onnxruntime")
+# Sixteen of Qwen3-30B-A3B's experts; gpt-oss-20b's with a quarter of their width and hidden width.
+CASES = tuple(
+    Case(f"{name}, {tokens} token{'s' * (tokens > 1)}", tokens, *sizes, gated=True)
+    for name, sizes in (
+        ("D 2048, H 768, 16 of 128 experts", (2048, 768, 16, 8)),
+        ("D 704, H 704, 32 experts", (704, 704, 32, 4)),
+    )
+    for tokens in (1, 64)
+)
+
+
+def layers(case: Case) -> Iterator[tuple[str, Any]]:
+    """Yields modules of the same weights by the names of their formats."""
+    import torch
+    from torch import Tensor, nn
+
+    import dynamo_moe
+    from custom_ops.packed_weights import PackedWeight, blocks_of
+    from dynamo_moe.packed_experts import PackedExperts
+    from dynamo_moe.quantization import rounded_int4
+
+    form: dict[str, Any] = {"activation": case.activation, "gated": case.gated}
+    parameters = case.parameters()
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, values in parameters.items():
+                self.register_parameter(name, nn.Parameter(values))
+
+        def forward(self, x: Tensor) -> Tensor:
+            p = dict(self.named_parameters())
+            router, w1, w2 = p["router_weight"], p["w1"], p["w2"]
+            result: Tensor = torch.ops.moe.dropless(
+                x, router, w1, None, w2, None, case.top_k, **form
+            )
+            return result
+
+    class Packed(nn.Module):
+        def __init__(self, weight_format: str, w1: PackedWeight, w2: PackedWeight) -> None:
+            super().__init__()
+            self.router_weight = nn.Parameter(parameters["router_weight"])
+            self.packed_experts = PackedExperts(weight_format, w1, None, w2, None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.packed_experts.dropless(x, self.router_weight, top_k=case.top_k, **form)
+
+    def int4(weight: Tensor) -> PackedWeight:
+        experts = [rounded_int4(matrix, GROUP) for matrix in weight]
+        return PackedWeight(*(torch.stack(parts) for parts in list(zip(*experts, strict=True))[:2]))
+
+    def mxfp4(weight: Tensor) -> PackedWeight:
+        packed = int4(weight)  # Any codes: it is their time that is measured.
+        exponents = packed.scales.log2().round() + 127
+        return PackedWeight(packed.values, exponents.to(torch.uint8).view(torch.int8))
+
+    def fp8(weight: Tensor) -> PackedWeight:
+        experts, rows, columns = weight.shape
+        values = weight.to(torch.float8_e4m3fn).view(torch.int8)
+        return PackedWeight(values, torch.ones(experts, *blocks_of(rows, columns, (128, 128))))
+
+    assert dynamo_moe.__version__  # noqa: S101  Loaded before its parts.
+    yield "float32", Plain()
+    for pack in (int4, mxfp4, fp8):
+        yield pack.__name__, Packed(pack.__name__, pack(parameters["w1"]), pack(parameters["w2"]))
+
+
+def export(case: Case, folder: Path) -> dict[str, Path]:
+    """Writes the files of the layer, by format and target."""
+    import torch
+
+    import dynamo_moe
+
+    paths = {}
+    for name, layer in layers(case):
+        for target in TARGETS:
+            if target != "plugin" and name not in ("float32", "int4"):
+                continue
+            paths[f"{name}, {target}"] = path = folder / f"{name}_{target}.onnx"
+            dynamo_moe.export(layer.eval(), torch.zeros(2, case.width), path, target=target)
+    return paths
+
+
+def measure(case: Case, threads: int, runs: int) -> dict[str, tuple[Timing, int]]:
+    """Times the files of one case in turns, each in a process of its own; returns bytes too."""
+    with tempfile.TemporaryDirectory() as folder, fresh_processes() as processes:
+        paths = export(case, Path(folder))
+        times: dict[str, list[float]] = {name: [] for name in paths}
+        for _, name in turns(paths, TURNS):
+            new, _ = processes.submit(turn, case, paths[name], threads, runs).result()
+            times[name] += new
+        sizes = {
+            name: sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+            for name, path in paths.items()
+        }
+    return {name: (Timing.of(samples), sizes[name]) for name, samples in times.items()}
+
+
+def main() -> None:
+    """Times layers with packed experts in ONNX Runtime."""
+    known = parser(__doc__, "json")
+    known.add_argument("--threads", type=int, default=1, help="threads of each session")
+    known.add_argument("--runs", type=int, default=10, help="timed runs of each file in each turn")
+    known.add_argument("--case", default="", help="only layers whose name contains this")
+    given = known.parse_args()
+    results, rows = [], []
+    for case in matching_cases(known, CASES, given.case):
+        measured = measure(case, given.threads, given.runs)
+        plain, _ = measured["float32, plugin"]
+        timings = {
+            name: asdict(timing) | {"bytes": size} for name, (timing, size) in measured.items()
+        }
+        results.append(asdict(case) | {"files": timings})
+        for name, (timing, size) in measured.items():
+            ratio = f"{timing.median / plain.median:.2f}x"
+            rows.append([case.name, name, size // 2**20, timing.median, timing.best, ratio])
+    columns = ["case", "file", "MiB", "median ms", "best ms", "float32, plugin = 1"]
+    print(table("one MoE layer", columns, rows))
+    described = conditions(["onnxruntime", "onnx", "onnx-ir", "numpy"])
+    write_json(given.json, described | {"threads": given.threads, "cases": results})
+
+
+if __name__ == "__main__":
+    main()
