@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec
 
 import dynamo_moe.tracing.gradients  # noqa: F401  Registers decompositions.
-from dynamo_moe import exporting
+from dynamo_moe import exporting, packed_experts
 from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
@@ -101,6 +101,11 @@ def export_training(
     path = Path(path)
     if parameters not in ("inputs", "initializers"):
         raise ValueError(f"parameters must be inputs or initializers; got {parameters!r}")
+    packed = next((p for p, m in model.named_modules() if packed_experts.of(m) is not None), None)
+    if packed is not None:
+        raise ValueError(
+            f"the experts of {packed!r} are packed: quantise a model once it is trained"
+        )
     reason = gradients.missing()
     if reason is not None:
         raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")

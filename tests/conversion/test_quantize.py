@@ -288,6 +288,15 @@ def test_weights_of_two_owners() -> None:
     assert torch.equal(model(tokens(3)), expected)
 
 
+def test_packed_experts_are_not_trained(tmp_path: Path) -> None:
+    model = listed()
+    dynamo_moe.quantize(model)
+    with pytest.raises(ValueError, match="the experts of '0' are packed: quantise a model once it"):
+        dynamo_moe.export_training(
+            model, nn.functional.mse_loss, tokens(3), tokens(3), tmp_path / "train.onnx"
+        )
+
+
 def test_packed_experts_are_not_offloaded() -> None:
     model = listed()
     dynamo_moe.quantize(model)

@@ -240,7 +240,7 @@ def _entry(header: dict[str, Any]) -> dict[str, Any]:
         (
             lambda f: _config(f, quantization_config={"quant_method": "fp8"}),
             ValueError,
-            "is quantized",
+            "is quantised: fp8 with weight_block_size=None is not taken",
         ),
         (
             lambda f: _config(f, vocab_size=32),

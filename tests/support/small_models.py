@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import custom_ops
 from dynamo_moe.models import DroplessMoEMlp
+from dynamo_moe.modules import ConvertedModule
 
 
 class Residual(nn.Module):
@@ -70,8 +71,11 @@ class InOut(OpLayer):
         )
 
 
-class OwnRouter(OpLayer):
-    """Only the experts, behind the model's own router: sigmoid scores, no token dropped."""
+class OwnRouter(OpLayer, ConvertedModule):
+    """Only the experts, behind the model's own router: sigmoid scores, no token dropped.
+
+    It is converted as it is, so that its router stays outside of the node.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         scores = torch.sigmoid(x @ self.router_weight.mT)
@@ -79,6 +83,10 @@ class OwnRouter(OpLayer):
         return custom_ops.experts(
             x, ids, weights, self.w1, self.b1, self.w2, self.b2, **self.options
         )
+
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        parameters = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
+        return {name: value for name, value in parameters.items() if value is not None}
 
 
 def mlp_model(width: int = 16, hidden: int = 24, experts: int = 6, layers: int = 2) -> nn.Module:
