@@ -420,6 +420,17 @@ def _masked_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
     return x | mask if value else x & ~mask  # ONNX Runtime has no Where of booleans.
 
 
+# --- Choices ---
+
+
+@decomposes(_aten.topk.default, when=lambda x, *_: x.dtype == torch.bfloat16)
+def _topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    values, indices = x.float().topk(k, dim, largest, sorted)  # ONNX has it from opset 24 on.
+    return values.to(x.dtype), indices
+
+
 # --- Padding and cropping ---
 
 
