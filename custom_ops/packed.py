@@ -7,7 +7,6 @@ takes no node that leaves out an input before one that it has: scales come befor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack, cast
 
 import torch
@@ -35,6 +34,7 @@ from custom_ops.options import (
 )
 from custom_ops.packed_weights import PackedMatrices, encoding_of
 from custom_ops.routing import route, route_backward
+from custom_ops.weight_formats import SCALES, ZERO_POINTS
 
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 _WEIGHTS = "Tensor w1, Tensor w2, Tensor w1_scales, Tensor w2_scales"
@@ -89,16 +89,20 @@ def experts_packed(
         x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
         expert_ids: ``[..., K]`` int32 or int64 in ``0..E-1``, or -1 for no expert.
         expert_weights: ``[..., K]``, floating.
-        w1: Bytes ``[E, F, D / 2]`` int8, two values each: the even column in the low bits.
-        w2: Bytes ``[E, D, H / 2]`` int8.
-        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16, in ``mxfp4`` bytes int8.
-        w2_scales: ``[E, D, H / G]`` in ``w1_scales``' dtype.
-        w1_zero_points: ``[E, F, D / G]`` int8, or ``[E, 1, 1]``; None: 8.
+        w1: Bytes ``[E, F, D / 2]`` int8, two values each, the even column in the low bits; in
+            ``fp8`` ``[E, F, D]``, a value each.
+        w2: Bytes int8 of ``[E, D, H]``, likewise.
+        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16, in ``mxfp4`` bytes int8. In
+            ``fp8`` one for each row, ``[E, F, 1]``, or for each block of R rows and G columns,
+            ``[E, ceil(F / R), ceil(D / G)]``.
+        w2_scales: The same of ``[E, D, H]``, in ``w1_scales``' dtype.
+        w1_zero_points: In ``int4`` ``[E, F, D / G]`` int8, or ``[E, 1, 1]``; None: 8.
         w2_zero_points: ``[E, D, H / G]`` int8, given where ``w1_zero_points`` is.
         b1: ``[E, F]`` in x's dtype, or None.
         b2: ``[E, D]`` in x's dtype, or None.
         weight_format: ``int4``: a value is ``(q - zero_point) * scale`` with q in 0..15;
-            ``mxfp4``: E2M1 numbers, times an E8M0 scale for each 32.
+            ``mxfp4``: E2M1 numbers, times an E8M0 scale for each 32; ``fp8``: E4M3 numbers, times
+            a scale.
         {options}
 
     Returns:
@@ -190,81 +194,48 @@ class _Call(NamedTuple):
     router: RouterOptions | None = None
 
 
-def _experts_call(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w1_scales: Tensor,
-    w2_scales: Tensor,
-    w1_zero_points: Tensor | None = None,
-    w2_zero_points: Tensor | None = None,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    weight_format: str,
-    **options: Any,
-) -> _Call:
-    checked, encoding = ExpertOptions(**options), encoding_of(weight_format)
-    w1_EFD = PackedMatrices(encoding, w1, w1_scales, w1_zero_points, x.dtype)
-    w2_EDH = PackedMatrices(encoding, w2, w2_scales, w2_zero_points, x.dtype)
-    weights = PackedExperts(w1_EFD, b1, w2_EDH, b2)
-    check_packed_experts(x, weights, checked)
-    check_routing(x, expert_ids, expert_weights)
-    routing = {"expert_ids": rows_of(expert_ids), "expert_weights": rows_of(expert_weights)}
-    return _Call(rows_of(x), routing, weights, checked)
-
-
-def _dropless_call(
-    x: Tensor,
-    router_weight: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w1_scales: Tensor,
-    w2_scales: Tensor,
-    top_k: int,
-    w1_zero_points: Tensor | None = None,
-    w2_zero_points: Tensor | None = None,
-    router_bias: Tensor | None = None,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    selection_bias: Tensor | None = None,
-    *,
-    weight_format: str,
-    **options: Any,
-) -> _Call:
-    names = {name: value for name, value in options.items() if name in _ROUTER_NAMES}
-    router = RouterOptions(top_k, **names)
-    checked = ExpertOptions(**{name: v for name, v in options.items() if name not in names})
-    encoding = encoding_of(weight_format)
-    w1_EFD = PackedMatrices(encoding, w1, w1_scales, w1_zero_points, x.dtype)
-    w2_EDH = PackedMatrices(encoding, w2, w2_scales, w2_zero_points, x.dtype)
-    weights = PackedExperts(w1_EFD, b1, w2_EDH, b2)
-    check_packed_experts(x, weights, checked)
-    check_router(x, router_weight, router_bias, selection_bias, w1.shape[0], router)
-    routing = {
-        "router_weight": router_weight,
-        "router_bias": router_bias,
-        "selection_bias": selection_bias,
-    }
-    return _Call(rows_of(x), routing, weights, checked, router)
-
-
-_CALLS: dict[str, Callable[..., _Call]] = {
-    "experts_packed": _experts_call,
-    "dropless_packed": _dropless_call,
+_NAMES = {
+    function.__name__: [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    for function in (experts_packed, dropless_packed)
 }
 
 
-def _register_forward(op: str) -> None:
-    call_of = _CALLS[op]
+def _call(op: str, *arguments: Any, weight_format: str, **options: Any) -> _Call:
+    """Checks an operator's arguments, of which the dispatcher drops trailing ones that are None."""
+    given: dict[str, Any] = dict.fromkeys(_NAMES[op]) | dict(
+        zip(_NAMES[op], arguments, strict=False)
+    )
+    x: Tensor = given["x"]
+    of_router = {name: options.pop(name) for name in _ROUTER_NAMES & options.keys()}
+    router = RouterOptions(given["top_k"], **of_router) if "top_k" in given else None
+    checked, encoding = ExpertOptions(**options), encoding_of(weight_format)
+    w1_EFD, w2_EDH = (
+        PackedMatrices(encoding, given[w], given[w + SCALES], given[w + ZERO_POINTS], x.dtype)
+        for w in ("w1", "w2")
+    )
+    weights = PackedExperts(w1_EFD, given["b1"], w2_EDH, given["b2"])
+    check_packed_experts(x, weights, checked)
+    routing: dict[str, Any]
+    if router is None:
+        ids, choices = given["expert_ids"], given["expert_weights"]
+        check_routing(x, ids, choices)
+        routing = {"expert_ids": rows_of(ids), "expert_weights": rows_of(choices)}
+    else:
+        routing = {name: given[name] for name in ("router_weight", "router_bias", "selection_bias")}
+        check_router(x, **routing, experts=w1_EFD.shape[0], options=router)
+    return _Call(rows_of(x), routing, weights, checked, router)
 
+
+def _register_forward(op: str) -> None:
     def forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return _grouped.forward(*call_of(x, *arguments, **options)).view_as(x)
+        return _grouped.forward(*_call(op, x, *arguments, **options)).view_as(x)
 
     def fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        call_of(x, *arguments, **options)
+        _call(op, x, *arguments, **options)
         return x.new_empty(x.shape)
 
     for device in ("CPU", "CUDA"):
@@ -272,7 +243,7 @@ def _register_forward(op: str) -> None:
     torch.library.register_fake(f"moe::{op}", fake, lib=LIBRARY)
 
 
-for _op in _CALLS:
+for _op in _NAMES:
     _register_forward(_op)
     register_autocast(_op, parameters=slice(0))  # It computes what it computes without.
 
@@ -282,7 +253,7 @@ for _op in _CALLS:
 def _experts_backward(
     dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    call = _experts_call(x, expert_ids, expert_weights, *rest, **options)
+    call = _call("experts_packed", x, expert_ids, expert_weights, *rest, **options)
     dx_TD, dweights_TK, _, db1_EF, _, db2_ED = _grouped.experts_backward(
         rows_of(dy),
         call.x_TD,
@@ -298,7 +269,7 @@ def _experts_backward(
 @torch.library.impl(LIBRARY, "dropless_packed_backward", "CPU")
 @torch.library.impl(LIBRARY, "dropless_packed_backward", "CUDA")
 def _dropless_backward(dy: Tensor, x: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
-    call = _dropless_call(x, *rest, **options)
+    call = _call("dropless_packed", x, *rest, **options)
     router = cast(RouterOptions, call.router)
     router_weight, router_bias, selection_bias = call.routing.values()
     ids_TK, weights_TK = route(call.x_TD, router_weight, router_bias, router, selection_bias)
@@ -325,13 +296,13 @@ def _dropless_backward(dy: Tensor, x: Tensor, *rest: Any, **options: Any) -> tup
 
 @torch.library.register_fake("moe::experts_packed_backward", lib=LIBRARY)
 def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    weights = _experts_call(*arguments, **options).weights
+    weights = _call("experts_packed", *arguments, **options).weights
     return _like(arguments[0], arguments[2], *_or_empty(arguments[0], weights.b1, weights.b2))
 
 
 @torch.library.register_fake("moe::dropless_packed_backward", lib=LIBRARY)
 def _dropless_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    call = _dropless_call(*arguments, **options)
+    call = _call("dropless_packed", *arguments, **options)
     x, router_weight = arguments[:2]
     biases = call.routing["router_bias"], call.weights.b1, call.weights.b2
     return _like(x, router_weight, *_or_empty(x, *biases))
@@ -346,8 +317,6 @@ def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _register_autograd(op: str, differentiated: tuple[str, ...]) -> None:
-    names = inspect.signature(_CALLS[op]).parameters
-
     def setup_context(
         ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
     ) -> None:
@@ -364,7 +333,7 @@ def _register_autograd(op: str, differentiated: tuple[str, ...]) -> None:
         # Not strict: the dispatcher drops trailing arguments that are None.
         return tuple(
             gradients.get(name) if needed else None
-            for name, needed in zip(names, ctx.needs_input_grad, strict=False)
+            for name, needed in zip(_NAMES[op], ctx.needs_input_grad, strict=False)
         )
 
     torch.library.register_autograd(

@@ -27,7 +27,7 @@ class ConvertedModule(nn.Module, ABC):
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the experts' parameters by their path; the router's are not among them.
 
-        None where the experts are packed.
+        It isn't asked where the experts are packed.
         """
 
     def experts_weights(self) -> ExpertWeights:
@@ -199,7 +199,7 @@ class TopOneMoE(ConvertedModule):
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns ``w1`` and ``w2``."""
-        return {} if packed_experts.of(self) else {"w1": self.w1, "w2": self.w2}
+        return {"w1": self.w1, "w2": self.w2}
 
     def experts_weights(self) -> ExpertWeights:
         """Returns the weights."""

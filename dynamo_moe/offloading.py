@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.offload import cache_bytes
 from dynamo_moe import packed_experts
-from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
-from dynamo_moe.modules import ConvertedModule
+from dynamo_moe.conversion.packing import converted_layers, experts_parameters
 
 
 # Weights made in inference mode would not count their changes.
@@ -64,16 +63,16 @@ def offload(
     """
     if (resident_experts is None) == (memory is None):
         raise ValueError("offload needs either resident_experts or memory")
-    layers = _layers(model)
+    layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
     if isinstance(resident_experts, Mapping):
         unknown = [path for path in resident_experts if path not in layers]
         if unknown:
             raise ValueError(f"no layers {unknown}; there are {[*layers]}")
+        if not resident_experts:
+            raise ValueError(f"resident_experts names none of the layers {[*layers]}")
         layers = {path: layers[path] for path in resident_experts}
-        if not layers:
-            raise ValueError(f"resident_experts names none of the layers {[*_layers(model)]}")
     sizes = {path: _sizes(path, module) for path, module in layers.items()}
     if memory is not None:
         resident_experts = _fitting(sizes.values(), memory)
@@ -104,22 +103,11 @@ class _Sizes(NamedTuple):
         return cache_bytes(self.experts, min(resident, self.experts), self.w1, self.w2)
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, ConvertedModule) or transformers_experts.is_selected(module)
-    }
-
-
 def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns w1 and w2 as they lie in the memory of parameters, ``[E, ...]`` each."""
     if packed_experts.of(module) is not None:
         raise ValueError(f"the experts of {path!r} are packed: they cannot be offloaded yet")
-    if isinstance(module, ConvertedModule):
-        parameters = module.experts_parameters()
-    else:
-        parameters = transformers_experts.experts_parameters(module)
+    parameters = experts_parameters(module)
     w1: Tensor
     w2: Tensor
     if isinstance(module, ConvertedLayer):

@@ -109,9 +109,9 @@ def quantize(
 
     Raises:
         ValueError: If there is no layer, the format is unknown, ``group`` does not divide a row, or
-            weights are shared with another layer; if a weight in memory is not finite, or scales
-            have another shape or are not positive. Of the latter, layers before the one that is
-            named are packed then.
+            weights are shared with another layer; if a weight in memory is not finite; nothing is
+            packed then. If scales have another shape or are not positive, layers before the one
+            that is named are packed.
     """
     if weight_format not in ROUNDED:
         names = ", ".join(ROUNDED)
@@ -127,8 +127,9 @@ def quantize(
     _check_owners(model, taken)
     for path, module in taken.items():
         weights = _detached(module)
-        _check_group(f"{path}.w1", weights.w1, weight_format, group)
-        _check_group(f"{path}.w2", weights.w2, weight_format, group)
+        for name, weight in (("w1", weights.w1), ("w2", weights.w2)):
+            _check_group(f"{path}.{name}", weight, weight_format, group)
+            _check_finite(f"{path}.{name}", weight)
     done = []
     for path, module in taken.items():
         weights = _detached(module)
@@ -190,7 +191,6 @@ def _packed(
         matrix = weight[expert]
         if scales is not None and isinstance(matrix, LazyTensor):
             matrix = matrix.read()
-        _check_finite(path, expert, matrix)
         given = None if scales is None else scales(path, expert, matrix)
         if given is not None:
             _check_scales(path, expert, given, matrix, group)
@@ -244,8 +244,9 @@ def _check_scales(path: str, expert: int, scales: Tensor, matrix: Tensor, group:
         raise ValueError(f"the scales of {path}, expert {expert}, must be positive and finite")
 
 
-def _check_finite(path: str, expert: int, matrix: Tensor) -> None:
-    if isinstance(matrix, LazyTensor) or matrix.is_meta:
+def _check_finite(path: str, weight: Tensor) -> None:
+    if isinstance(weight, LazyTensor) or weight.is_meta:
         return
-    if not bool(matrix.isfinite().all()):
-        raise ValueError(f"{path}, expert {expert}, has weights that are not finite")
+    for expert, matrix in enumerate(weight):
+        if not bool(matrix.isfinite().all()):
+            raise ValueError(f"{path}, expert {expert}, has weights that are not finite")

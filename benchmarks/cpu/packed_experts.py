@@ -38,7 +38,6 @@ def layers(case: Case) -> Iterator[tuple[str, Any]]:
     import torch
     from torch import Tensor, nn
 
-    import dynamo_moe
     from custom_ops.packed_weights import PackedWeight, blocks_of
     from dynamo_moe.packed_experts import PackedExperts
     from dynamo_moe.quantization import rounded_int4
@@ -83,7 +82,6 @@ def layers(case: Case) -> Iterator[tuple[str, Any]]:
         values = weight.to(torch.float8_e4m3fn).view(torch.int8)
         return PackedWeight(values, torch.ones(experts, *blocks_of(rows, columns, (128, 128))))
 
-    assert dynamo_moe.__version__  # noqa: S101  Loaded before its parts.
     yield "float32", Plain()
     for pack in (int4, mxfp4, fp8):
         yield pack.__name__, Packed(pack.__name__, pack(parameters["w1"]), pack(parameters["w2"]))

@@ -102,8 +102,9 @@ def convert_layers(
     if example is not None:
         paths = [path for candidate in located for path in candidate.paths]
         with state_kept(model), ExitStack() as removed:
-            for candidate in filter(lambda each: each.looks_like_moe(model), located):
-                removed.enter_context(_parameters_kept_in_calls(model, candidate))
+            for candidate in located:
+                if candidate.looks_like_moe(model):
+                    removed.enter_context(_parameters_kept_in_calls(model, candidate))
             calls = observe_calls(model, *example, paths)
     # What a layer remembers of its weights, it remembers of those that it was tried with.
     with state_kept(model, attributes=False):

@@ -127,7 +127,10 @@ def convertible_modules(model: nn.Module) -> list[str]:
     matching = {path: module for path, module in modules if matching_adapters(module)}
     handled = _handled_modules(modules, {**experts, **matching})
     located = locate_layers(model, modules, handled)
-    paths |= {*matching, *(each.path for each in located if each.looks_like_moe(model))}
+    paths |= {
+        *matching,
+        *(candidate.path for candidate in located if candidate.looks_like_moe(model)),
+    }
     return [path for path, _ in modules if path in paths]
 
 

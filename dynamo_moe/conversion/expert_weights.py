@@ -5,9 +5,7 @@ Legend: D model width, H hidden width, F = H, or 2H when gated, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -131,10 +129,6 @@ class CachedWeights(ParameterCache):
 
     def __reduce__(self) -> Any:  # Copies and pickles begin without weights.
         return CachedWeights, ()
-
-    def of(self, experts: ExpertsSpec) -> Callable[[nn.Module], ExpertWeights]:
-        """Returns :meth:`get` of some experts."""
-        return partial(self.get, experts)
 
     def get(self, experts: ExpertsSpec, module: nn.Module) -> ExpertWeights:
         """Returns the weights of a module."""

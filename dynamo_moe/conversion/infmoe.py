@@ -72,7 +72,7 @@ class InfMoELayer(ConvertedModule):
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns ``w1`` and ``w2``."""
-        return {} if packed_experts.of(self) else {"w1": self.w1, "w2": self.w2}
+        return {"w1": self.w1, "w2": self.w2}
 
     def experts_weights(self) -> ExpertWeights:
         """Returns the weights."""

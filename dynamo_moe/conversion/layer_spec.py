@@ -77,7 +77,11 @@ class LayerSpec:
         """
         x = x.movedim(1, -1) if self.channels_first else x
         experts, routing = self.experts, self.routing
-        weights = functools.partial(experts.weights if cache is None else cache.of(experts), module)
+        weights = (
+            functools.partial(experts.weights, module)
+            if cache is None
+            else functools.partial(cache.get, experts, module)
+        )
         options = asdict(experts.options)
         values = self.return_values()
         builtin = None if any(value.is_routing for value in values) else routing.builtin()
@@ -291,8 +295,6 @@ class ConvertedLayer(ConvertedModule):
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the experts' parameters by their path."""
         names = dict.fromkeys(self._dynamo_moe_spec.experts.parameter_names())
-        if packed_experts.of(self) is not None:
-            return {}
         return {name: self.get_parameter(name) for name in names}
 
     def experts_weights(self) -> ExpertWeights:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from custom_ops.expert_weights import ExpertWeights
+from dynamo_moe import packed_experts
 from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.packed_experts import PackedExperts, pack
-from dynamo_moe.weights.quantized import is_decoding, packed_pair
+from dynamo_moe.packed_experts import PackedExperts
+from dynamo_moe.weights.packed_tensors import is_decoding, packed_pair
 
 
 def converted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -23,6 +24,8 @@ def converted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def experts_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of a layer's experts by their path in it; none if they are packed."""
+    if packed_experts.of(layer) is not None:
+        return {}
     if isinstance(layer, ConvertedModule):
         return layer.experts_parameters()
     return transformers_experts.experts_parameters(layer)
@@ -47,7 +50,7 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
             continue
         try:
             weights = experts_weights(layer)
-        except NotImplementedError:
+        except NotImplementedError:  # An adapter of somebody else's, without experts_weights.
             pair = None
         else:
             pair = packed_pair(weights.w1, weights.w2)
@@ -62,6 +65,6 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
 
 def pack_layer(layer: nn.Module, packed: PackedExperts) -> None:
     """Gives a layer packed experts in the place of its own, which it releases."""
-    pack(layer, packed, [*experts_parameters(layer)])
+    packed_experts.pack(layer, packed, [*experts_parameters(layer)])
     if isinstance(layer, ConvertedLayer):
         layer.forget_weights()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
-from dynamo_moe.weights.quantized import with_decoded
+from dynamo_moe.weights.quantized_checkpoints import with_decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -351,6 +351,7 @@ def test_weights_that_are_not_finite(value: float) -> None:
         model[0].experts[2][2].weight[1, 1] = value
     with pytest.raises(ValueError, match=r"0\.w2, expert 2, has weights that are not finite"):
         dynamo_moe.quantize(model)
+    assert not any("packed_experts" in name for name, _ in model.named_modules())
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "switch_transformers"])

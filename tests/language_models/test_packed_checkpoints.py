@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
@@ -23,6 +22,7 @@ from packed_checkpoints import (
     FAMILIES,
     add_packed,
     arguments,
+    check_file,
     compressed,
     decompressed,
     language_model,
@@ -65,15 +65,7 @@ def test_the_file_computes_what_the_decoded_model_does(
         model, (token_ids(2, 7),), path, dynamic_shapes=SHAPES, target=target
     )
     assert report.operators == {"DroplessMoEPacked": 2}
-    whole = load_checkpoint(folder, dtype=torch.float32)
-    session = ort.InferenceSession(path)
-    for shape in ((1, 1), (3, 32)):
-        ids = token_ids(*shape)
-        (result,) = session.run(None, {"input_ids": ids.numpy()})
-        with torch.no_grad():
-            expected = whole(ids).logits
-        torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-5)
-        assert np.array_equal(result.argmax(-1), expected.argmax(-1).numpy())
+    check_file(path, folder)
 
 
 def test_the_file_has_the_checkpoint_s_bytes(tmp_path: Path) -> None:
@@ -140,7 +132,7 @@ def test_nothing_is_decoded_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     def decoded(*_: Any) -> Tensor:
         raise AssertionError("a weight is decoded")
 
-    monkeypatch.setattr("dynamo_moe.weights.quantized._Decoding.__call__", decoded)
+    monkeypatch.setattr("dynamo_moe.weights.packed_tensors._Unpacking.__call__", decoded)
     dynamo_moe.export(model, (token_ids(2, 7),), tmp_path / "model.onnx", dynamic_shapes=SHAPES)
 
 

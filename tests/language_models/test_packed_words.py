@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,15 @@ from torch import Tensor
 
 import dynamo_moe
 from dynamo_moe.weights.checkpoints import load_checkpoint
-from dynamo_moe.weights.quantized import packed_weight, with_decoded
-from packed_checkpoints import arguments, decompressed, language_model, token_ids
+from dynamo_moe.weights.packed_tensors import packed_weight
+from dynamo_moe.weights.quantized_checkpoints import with_decoded
+from packed_checkpoints import (
+    arguments,
+    decompressed,
+    language_model,
+    set_quantization,
+    token_ids,
+)
 
 GROUP, ROWS, COLUMNS = 32, 48, 128
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -117,12 +123,11 @@ def test_awq_is_what_compressed_tensors_makes_of_it() -> None:
     assert torch.equal(packed.values.read()[0], local["weight_packed"].view(torch.int8))
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
-def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+    """Saves a model whose experts have any codes."""
     stored: dict[str, Tensor] = {}
     language_model("qwen3_moe").save_pretrained(folder)
-    store = stored_gptq if config is GPTQ else stored_awq
+    store = stored_awq if config is AWQ else stored_gptq
     for seed, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
         if ".experts." in name:
             prefix = name.removesuffix("weight")
@@ -131,8 +136,13 @@ def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
         else:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    saved = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(saved | {"quantization_config": config}))
+    set_quantization(folder, config)
+    return folder
+
+
+@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
+def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", config)
     model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
     report = dynamo_moe.convert(model)
     assert all(r.notes == ("its experts stay packed (int4)",) for r in report.replaced)
@@ -152,6 +162,13 @@ def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
         with torch.no_grad():
             expected = whole(ids).logits
         torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_with_columns_in_another_order_are_decoded_and_said_to_be(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", GPTQ | {"desc_act": True})
+    report = dynamo_moe.convert(dynamo_moe.open_checkpoint(folder, dtype=torch.float32))
+    notes = {note for replaced in report.replaced for note in replaced.notes}
+    assert notes == {"its experts are decoded: not all of them are packed, or not alike"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small checkpoints that compressed-tensors has packed, and models that transformers makes."""
+"""Small quantised checkpoints, and whether a file computes what one of them stands for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime as ort
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
@@ -14,6 +16,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from dynamo_moe.weights.checkpoints import load_checkpoint
 
 GROUP = 32
 SIZES: dict[str, Any] = {
@@ -103,16 +107,15 @@ def save_packed(
     """Saves a model of transformers; compressed-tensors packs the weights that are chosen."""
     model.save_pretrained(folder)
     add_packed(folder, args, packed)
-    config = json.loads((folder / "config.json").read_text())
     groups = {"group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}}
-    config["quantization_config"] = {
+    config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": groups,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    set_quantization(folder, config)
     return folder
 
 
@@ -128,3 +131,22 @@ def add_packed(folder: Path, args: QuantizationArgs, packed: Callable[[str], boo
         else:
             stored[name] = tensor
     save_file(stored, file, metadata={"format": "pt"})
+
+
+def set_quantization(folder: Path, config: dict[str, Any]) -> None:
+    """Says in a checkpoint's configuration how its weights are quantised."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+
+
+def check_file(path: Path, folder: Path) -> None:
+    """Compares a file's logits with those of the checkpoint's decoded model, in float32."""
+    whole = load_checkpoint(folder, dtype=torch.float32)
+    session = ort.InferenceSession(path)
+    for shape in ((1, 1), (3, 32)):
+        ids = token_ids(*shape)
+        (result,) = session.run(None, {"input_ids": ids.numpy()})
+        with torch.no_grad():
+            expected = whole(ids).logits
+        torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-5)
+        assert np.array_equal(result.argmax(-1), expected.argmax(-1).numpy())

@@ -1,15 +1,13 @@
-"""Checkpoints whose weights are quantised already: their bytes, and what they stand for.
+"""The tensors of a quantised checkpoint, read as weights that decode.
 
-A quantised weight is opened as a lazy tensor that decodes. Whatever prepares a model, such as
-transformers' loader, stacks and orders these as it would plain ones; :func:`packed_weight` then
-does with the packed tensors what was done with the decoded.
+Each method that a checkpoint's ``quantization_config`` names has a function here; the weights are
+those of :mod:`dynamo_moe.weights.packed_tensors`.
 
-Legend: N rows (out), K columns (in) of a matrix, G columns of a group.
+Legend: E experts, N rows (out), K columns (in) of a matrix, G groups of columns, R words.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,156 +17,8 @@ import torch
 from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
-from dynamo_moe.weights.lazy_tensors import LazyTensor, computed, origin_of
-
-_aten = torch.ops.aten
-# What leaves each value's bits alone.
-_SAME = (
-    _aten.alias.default, _aten.detach.default, _aten.lift_fresh.default, _aten.clone.default,
-    _aten._to_copy.default,
-)  # fmt: skip
-# What moves values, and may move groups of them in the same way.
-_MOVES = (
-    _aten.stack.default, _aten.cat.default, _aten.transpose.int, _aten.permute.default,
-    _aten.t.default, _aten.unsqueeze.default, _aten.select.int,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Decoding:
-    """From the tensors that store a matrix to the matrix, rounded once."""
-
-    encoding: str
-    dtype: torch.dtype
-
-    def __call__(self, values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Any = None) -> Tensor:
-        decode, wide = ENCODINGS[self.encoding].decode, torch.float32
-        return decode(values_NB.view(torch.uint8), scales_NG, zero_points_NG, wide).to(self.dtype)
-
-
-def decoded(
-    encoding: str, weight: PackedWeight, shape: tuple[int, ...], dtype: torch.dtype
-) -> LazyTensor:
-    """Returns a matrix ``[N, K]``, or ``[E, N, K]``, that is decoded when it is read."""
-    parts = weight if weight.zero_points is not None else weight[:2]
-    return computed(_Decoding(encoding, dtype), parts, shape, dtype)
-
-
-def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
-    """Returns the format and the packed tensors of a weight ``[E, N, K]``; None if it is plain.
-
-    None also where not all of it is packed in one way, or something was done with the decoded
-    values that cannot be done with packed ones.
-    """
-    leaves: list[tuple[_Decoding, tuple[Tensor, ...]]] = []
-    try:
-        parts = [_remade(tensor, part, leaves) for part in range(3)]
-    except _OtherwiseError:
-        return None
-    kinds = {(decoding.encoding, len(stored)) for decoding, stored in leaves}
-    if len(kinds) != 1:
-        return None
-    ((encoding, count),) = kinds
-    values, scales, *zero_points = parts[:count]
-    *rows, columns = tensor.shape
-    known = ENCODINGS[encoding]
-    if list(values.shape) != [*rows, columns // known.per_byte] or scales.ndim != tensor.ndim:
-        return None
-    if not known.blocks(rows[-1], columns, scales.shape[-2:]):
-        return None
-    return encoding, PackedWeight(values, scales, *zero_points)
-
-
-def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight] | None:
-    """Returns the format and the packed tensors of a layer's two weights, for the operators.
-
-    In ``int4``, the scales of larger groups are repeated, so that both weights have groups of one
-    size; which changes no number. None if they are not packed, or not alike.
-    """
-    first, second = packed_weight(w1), packed_weight(w2)
-    if first is None or second is None or first[0] != second[0]:
-        return None
-    encoding, one, two = first[0], first[1], second[1]
-    if encoding == "int4":
-        sizes = [w.shape[-1] // p.scales.shape[-1] for w, p in ((w1, one), (w2, two))]
-        has_zero_points = one.zero_points is not None or two.zero_points is not None
-        group = math.gcd(*sizes)
-        one = _in_groups(one, sizes[0] // group, has_zero_points)
-        two = _in_groups(two, sizes[1] // group, has_zero_points)
-    known = ENCODINGS[encoding]
-    blocks, others = (
-        known.blocks(w.shape[-2], w.shape[-1], p.scales.shape[-2:])
-        for w, p in ((w1, one), (w2, two))
-    )
-    if one.scales.dtype != two.scales.dtype or not any(block in others for block in blocks):
-        return None
-    return encoding, one, two
-
-
-def _in_groups(packed: PackedWeight, times: int, has_zero_points: bool) -> PackedWeight:
-    """Returns the same with each scale repeated, and with zero points of 8 where it has none."""
-    scales, zero_points = packed.scales, packed.zero_points
-    if times > 1:
-        scales = scales.repeat_interleave(times, -1)
-        zero_points = None if zero_points is None else zero_points.repeat_interleave(times, -1)
-    if zero_points is None and has_zero_points:
-        zero_points = torch.full((scales.shape[0], 1, 1), 8, dtype=torch.int8)
-    return PackedWeight(packed.values, scales, zero_points)
-
-
-def is_decoding(tensor: Any) -> bool:
-    """Whether a lazy tensor is made of decoded ones, alone or among others."""
-    function, args, *_ = origin_of(tensor) or (None, ())
-    parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
-    return isinstance(function, _Decoding) or any(map(is_decoding, parts))
-
-
-class _OtherwiseError(Exception):
-    """A tensor is made otherwise than by moving decoded ones."""
-
-
-def _remade(tensor: Any, part: int, leaves: list[tuple[_Decoding, tuple[Tensor, ...]]]) -> Any:
-    """Returns what the same moves make of the values (0), the scales (1) or the zero points (2)."""
-    function, args, kwargs, index = origin_of(tensor) or (None, (), {}, None)
-    if isinstance(function, _Decoding):
-        leaves.append((function, args))
-        return args[part] if part < len(args) else None
-    if function in _SAME:
-        return _remade(args[0], part, leaves)
-    if function not in _MOVES or index is not None or kwargs:
-        raise _OtherwiseError
-    first, *rest = args
-    if function is _aten.transpose.int and (before := _transposed_back(tensor)) is not None:
-        return _remade(before, part, leaves)
-    if isinstance(first, (list, tuple)):
-        moved: Any = [_remade(each, part, leaves) for each in first]
-        missing = any(each is None for each in moved)
-    else:
-        moved = _remade(first, part, leaves)
-        missing = moved is None
-    if missing:
-        return None
-    try:
-        return function(moved, *rest)
-    except RuntimeError as error:  # Their sizes differ where the decoded ones' do not.
-        raise _OtherwiseError from error
-
-
-def _transposed_back(tensor: Tensor) -> Tensor | None:
-    """Returns what a transpose of a transpose is, whose bytes may lie in a file; or None."""
-    axes: list[set[int]] = []
-    before: Any = tensor
-    while len(axes) < 2:
-        function, args, *_ = origin_of(before) or (None, (None,))
-        if function is _aten.transpose.int:
-            axes.append({axis % tensor.ndim for axis in args[1:]})
-        elif function not in _SAME:
-            return None
-        before = args[0]
-    return before if axes[0] == axes[1] else None
-
-
-# --- Formats of checkpoints ---
+from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
+from dynamo_moe.weights.packed_tensors import Decoding, decoded
 
 
 def with_decoded(
@@ -258,9 +108,7 @@ def _int4_of_words(
 
 def _codes_by_column(words_RG: Tensor, rows: int) -> Tensor:
     """Returns the codes ``[N, G]`` of words ``[N / 8, G]``, eight of which lie in a column."""
-    shifts_8 = torch.arange(0, 32, 4, dtype=torch.int32).view(1, 8, 1)
-    codes_R8G = (words_RG.unsqueeze(1) >> shifts_8) & 15
-    return codes_R8G.flatten(0, 1)[:rows].to(torch.int8)
+    return _codes_of(words_RG).movedim(-1, 1).flatten(0, 1)[:rows].to(torch.int8)
 
 
 def _gptq(
@@ -280,11 +128,11 @@ def _gptq(
                 raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
             to = dtype or scales.dtype
             parts = (qweight, zero_points, scales, order)
-            return computed(partial(_regrouped, dtype=to), parts, (rows, columns), to)
+            return computed(_Regrouping(to), parts, (rows, columns), to)
         words = (qweight,) if order is None else (qweight, order)
         pack = partial(_packed_by_column, name=prefix, groups=groups)
         values = computed(pack, words, (rows, columns // 2), torch.int8)
-        packed = PackedWeight(values, _transposed(scales), zero_points)
+        packed = PackedWeight(values, scales.t(), zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
     return _by_words(tensors, weight, config, depth=8)
@@ -302,7 +150,7 @@ def _awq(
         codes = partial(_codes_by_row, name=prefix, order=_AWQ_ORDER)
         zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
         values = computed(_packed_by_row, (qweight,), (rows, columns // 2), torch.int8)
-        packed = PackedWeight(values, _transposed(scales), zero_points)
+        packed = PackedWeight(values, scales.t(), zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
     return _by_words(tensors, weight, config, depth=1)
@@ -395,23 +243,20 @@ def _packed_by_row(words_KR: Tensor) -> Tensor:
     return (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).contiguous().view(torch.int8)
 
 
-def _regrouped(
-    words_RN: Tensor, zero_points_NG: Tensor, scales_GN: Tensor, group_K: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Returns the decoded ``[N, K]`` of GPTQ with columns in the order of their activations."""
-    codes_NK = _codes_of(words_RN).permute(1, 0, 2).flatten(1).float()
-    group_K = group_K.long()
-    zeros_NK = zero_points_NG.float().index_select(1, group_K)
-    return ((codes_NK - zeros_NK) * scales_GN.float().t().index_select(1, group_K)).to(dtype)
+@dataclass(frozen=True)
+class _Regrouping(Decoding):
+    """From GPTQ's tensors to ``[N, K]``, whose columns are in the order of their activations."""
 
+    dtype: torch.dtype
 
-def _transposed(scales_GN: Tensor) -> LazyTensor:
-    groups, rows = scales_GN.shape
-    return computed(_contiguous_t, (scales_GN,), (rows, groups), scales_GN.dtype)
-
-
-def _contiguous_t(scales_GN: Tensor) -> Tensor:
-    return scales_GN.t().contiguous()
+    def __call__(
+        self, words_RN: Tensor, zero_points_NG: Tensor, scales_GN: Tensor, group_K: Tensor
+    ) -> Tensor:
+        codes_NK = _codes_of(words_RN).permute(1, 0, 2).flatten(1).float()
+        group_K = group_K.long()
+        zeros_NK = zero_points_NG.float().index_select(1, group_K)
+        scales_NK = scales_GN.float().t().index_select(1, group_K)
+        return ((codes_NK - zeros_NK) * scales_NK).to(self.dtype)
 
 
 def _mxfp4(
@@ -462,7 +307,13 @@ def _with_scales(
         if part == kind:
             if f"{prefix}.weight" not in tensors:
                 raise ValueError(f"{name} has no {prefix}.weight")
-        elif part == "weight" and tensor.dtype == torch.float8_e4m3fn:
+        elif tensor.dtype != torch.float8_e4m3fn:
+            result[name] = tensor
+        elif part != "weight" or tensor.ndim != 2:
+            raise ValueError(
+                f"{name}, {list(tensor.shape)}, is in float8; a weight must be a matrix to be read"
+            )
+        else:
             scales = tensors.get(f"{prefix}.{kind}")
             if scales is None:
                 raise ValueError(f"{name} is in float8 and has no {prefix}.{kind}")
@@ -477,8 +328,6 @@ def _with_scales(
             packed = PackedWeight(tensor.view(torch.int8), scales)
             to = dtype or torch.bfloat16
             result[name] = decoded("fp8", packed, (rows, columns), to)
-        else:
-            result[name] = tensor
     return result
 
 

@@ -1,0 +1,170 @@
+"""Weights that decode when they are read, and the packed tensors that they stand for.
+
+A quantised weight is a lazy tensor that decodes. Whatever prepares a model, such as transformers'
+loader, stacks and orders these as it would plain ones; :func:`packed_weight` then does with the
+packed tensors what was done with the decoded.
+
+Legend: E experts, N rows (out), K columns (in) of a matrix, G columns of a group, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops.packed_weights import ENCODINGS, PackedWeight
+from dynamo_moe.weights.lazy_tensors import LazyTensor, computed, origin_of
+
+_aten = torch.ops.aten
+# What leaves each value's bits alone.
+_SAME = (
+    _aten.alias.default, _aten.detach.default, _aten.lift_fresh.default, _aten.clone.default,
+    _aten._to_copy.default,
+)  # fmt: skip
+# What moves values, and may move groups of them in the same way.
+_MOVES = (
+    _aten.stack.default, _aten.cat.default, _aten.transpose.int, _aten.permute.default,
+    _aten.t.default, _aten.unsqueeze.default, _aten.select.int,
+)  # fmt: skip
+
+
+class Decoding:
+    """What makes a matrix of tensors that store it otherwise; a function of these."""
+
+
+@dataclass(frozen=True)
+class _Unpacking(Decoding):
+    """From the tensors that store a matrix as one of the operators' formats to the matrix."""
+
+    encoding: str
+    dtype: torch.dtype
+
+    def __call__(self, values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Any = None) -> Tensor:
+        decode, wide = ENCODINGS[self.encoding].decode, torch.float32
+        return decode(values_NB.view(torch.uint8), scales_NG, zero_points_NG, wide).to(self.dtype)
+
+
+def decoded(
+    encoding: str, weight: PackedWeight, shape: tuple[int, ...], dtype: torch.dtype
+) -> LazyTensor:
+    """Returns a matrix ``[N, K]``, or ``[E, N, K]``, that is decoded when it is read."""
+    parts = weight if weight.zero_points is not None else weight[:2]
+    return computed(_Unpacking(encoding, dtype), parts, shape, dtype)
+
+
+def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
+    """Returns the format and the packed tensors of a weight ``[E, N, K]``; None if it is plain.
+
+    None also where not all of it is packed in one way, or something was done with the decoded
+    values that cannot be done with packed ones.
+    """
+    leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]] = []
+    try:
+        parts = [_remade(tensor, part, leaves) for part in range(3)]
+    except _OtherwiseError:
+        return None
+    kinds = {(unpacking.encoding, len(stored)) for unpacking, stored in leaves}
+    if len(kinds) != 1:
+        return None
+    ((encoding, count),) = kinds
+    values, scales, *zero_points = parts[:count]
+    *rows, columns = tensor.shape
+    known = ENCODINGS[encoding]
+    if list(values.shape) != [*rows, columns // known.per_byte] or scales.ndim != tensor.ndim:
+        return None
+    if not known.blocks(rows[-1], columns, scales.shape[-2:]):
+        return None
+    return encoding, PackedWeight(values, scales, *zero_points)
+
+
+def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight] | None:
+    """Returns the format and the packed tensors of a layer's two weights, for the operators.
+
+    In ``int4``, the scales of larger groups are repeated, so that both weights have groups of one
+    size; which changes no number. None if they are not packed, or not alike.
+    """
+    first, second = packed_weight(w1), packed_weight(w2)
+    if first is None or second is None or first[0] != second[0]:
+        return None
+    encoding, one, two = first[0], first[1], second[1]
+    if encoding == "int4":
+        sizes = [w.shape[-1] // p.scales.shape[-1] for w, p in ((w1, one), (w2, two))]
+        has_zero_points = one.zero_points is not None or two.zero_points is not None
+        group = math.gcd(*sizes)
+        one = _in_groups(one, sizes[0] // group, has_zero_points)
+        two = _in_groups(two, sizes[1] // group, has_zero_points)
+    known = ENCODINGS[encoding]
+    blocks, others = (
+        known.blocks(w.shape[-2], w.shape[-1], p.scales.shape[-2:])
+        for w, p in ((w1, one), (w2, two))
+    )
+    if one.scales.dtype != two.scales.dtype or not any(block in others for block in blocks):
+        return None
+    return encoding, one, two
+
+
+def _in_groups(packed: PackedWeight, times: int, has_zero_points: bool) -> PackedWeight:
+    """Returns the same with each scale repeated, and with zero points of 8 where it has none."""
+    scales, zero_points = packed.scales, packed.zero_points
+    if times > 1:
+        scales = scales.repeat_interleave(times, -1)
+        zero_points = None if zero_points is None else zero_points.repeat_interleave(times, -1)
+    if zero_points is None and has_zero_points:
+        zero_points = torch.full((scales.shape[0], 1, 1), 8, dtype=torch.int8)
+    return PackedWeight(packed.values, scales, zero_points)
+
+
+def is_decoding(tensor: Any) -> bool:
+    """Whether a lazy tensor is made of decoded ones, alone or among others."""
+    function, args, *_ = origin_of(tensor) or (None, ())
+    parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    return isinstance(function, Decoding) or any(map(is_decoding, parts))
+
+
+class _OtherwiseError(Exception):
+    """A tensor is made otherwise than by moving decoded ones."""
+
+
+def _remade(tensor: Any, part: int, leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]]) -> Any:
+    """Returns what the same moves make of the values (0), the scales (1) or the zero points (2)."""
+    function, args, kwargs, index = origin_of(tensor) or (None, (), {}, None)
+    if isinstance(function, _Unpacking):
+        leaves.append((function, args))
+        return args[part] if part < len(args) else None
+    if function in _SAME:
+        return _remade(args[0], part, leaves)
+    if function not in _MOVES or index is not None or kwargs:
+        raise _OtherwiseError
+    first, *rest = args
+    if function is _aten.transpose.int and (before := _transposed_back(tensor)) is not None:
+        return _remade(before, part, leaves)
+    if isinstance(first, (list, tuple)):
+        moved: Any = [_remade(each, part, leaves) for each in first]
+        missing = any(each is None for each in moved)
+    else:
+        moved = _remade(first, part, leaves)
+        missing = moved is None
+    if missing:
+        return None
+    try:
+        return function(moved, *rest)
+    except RuntimeError as error:  # Their sizes differ where the decoded ones' do not.
+        raise _OtherwiseError from error
+
+
+def _transposed_back(tensor: Tensor) -> Tensor | None:
+    """Returns what a transpose of a transpose is, whose bytes may lie in a file; or None."""
+    axes: list[set[int]] = []
+    before: Any = tensor
+    while len(axes) < 2:
+        function, args, *_ = origin_of(before) or (None, (None,))
+        if function is _aten.transpose.int:
+            axes.append({axis % tensor.ndim for axis in args[1:]})
+        elif function not in _SAME:
+            return None
+        before = args[0]
+    return before if axes[0] == axes[1] else None
