@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from dynamo_moe.private import tracer
 from dynamo_moe.process_state import ProcessState, replaced
-from dynamo_moe.tracing.state_space import exportable_scans
+from dynamo_moe.tracing.recurrences import exportable_recurrences
 
 
 def _casting(
@@ -47,7 +47,7 @@ def _of_symbolic_size(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 exportable_models = ProcessState(
-    exportable_scans,
+    exportable_recurrences,
     partial(replaced, nn.functional, "one_hot", _of_symbolic_size),
     *(
         partial(replaced, nn.Module, name, partial(_casting, getattr(torch, name)))

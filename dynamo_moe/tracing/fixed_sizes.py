@@ -309,24 +309,35 @@ class _Trials:
         together = [symbols] if len(symbols) > 1 else []
         groups = [*([symbol] for symbol in symbols), *together]
         found = False
-        for group in groups:
-            current = base[group[0]]
-            for size in _by_distance({*_SIZES, *near, current - 1, current + 1}, current):
-                violation = self._violation(condition, base, group, size)
-                if violation is not None:
-                    found = True
-                    yield violation
+        # What seems to be how sizes must fit each other may follow from the decision itself, as
+        # where a loop has made as many rows as it had turns: the model knows.
+        for fitting in (True, False):
+            for group in groups if not found else []:
+                current = base[group[0]]
+                for size in _by_distance({*_SIZES, *near, current - 1, current + 1}, current):
+                    violation = self._violation(condition, base, group, size, fitting=fitting)
+                    if violation is not None:
+                        found = True
+                        yield violation
         for group in groups if not found else []:
             large = (self._violation(condition, base, group, size) for size in _LARGE_SIZES)
             yield from [violation for violation in large if violation is not None][:1]
 
     def _violation(
-        self, condition: Any, base: Sizes, group: Sequence[Any], size: int
+        self,
+        condition: Any,
+        base: Sizes,
+        group: Sequence[Any],
+        size: int,
+        *,
+        fitting: bool = True,
     ) -> Sizes | None:
-        """Returns sizes that break a condition, its symbols of one size and others fitting."""
+        """Returns sizes that break a condition, its symbols of one size and others fitting it."""
         sizes = {**base, **dict.fromkeys(group, size)}
         if not 0 < size <= _LARGEST or self._holds(condition, sizes) is not False:
             return None
+        if not fitting:
+            return None if self._exceeds(sizes) else sizes
         related = self._related(sizes, set(group))
         if related is None or self._holds(condition, related) is not False:
             return None

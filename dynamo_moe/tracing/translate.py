@@ -93,6 +93,7 @@ def translate(
 # --- The public way ---
 
 
+@torch.no_grad()  # Else a loop keeps what its gradient would need, sizes among it, which fails.
 def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
     onnx_program = torch.onnx.export(
         _with_own_decompositions(program),

@@ -40,7 +40,8 @@ UNBUILDABLE = {
         "the indexer of its attention uses NonZero, which TensorRT for RTX does not have",
     )
 }
-SHAPES = ((1, 4), (3, 9), (2, 7))
+# The last is longer than the chunks in which linear attention is computed.
+SHAPES = ((1, 4), (3, 9), (2, 130))
 # Models with routers that torch.ops.moe.dropless has.
 PLAIN_ROUTERS = {
     *("afmoe", "aria", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32"),

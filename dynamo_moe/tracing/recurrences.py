@@ -1,0 +1,186 @@
+"""State-space models and linear attention of transformers, at every length.
+
+Their code for PyTorch loops over tokens, or over chunks of them, and a trace unrolls a loop for the
+example's length. Here a recurrence is one ONNX Scan, and what a loop only splits is one block.
+
+Legend: B batch, L length, C channels, N size of a channel's state, H heads, K and V widths of a
+head's keys and values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynamo_moe.private import tracer
+from dynamo_moe.process_state import replaced
+
+_MODELS = "transformers.models."
+
+
+@contextmanager
+def exportable_recurrences() -> Iterator[None]:
+    """Replaces the loops of transformers' models that are loaded.
+
+    Without PyTorch's ``scan`` they keep their own, whose length is the example's.
+    """
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(_MODELS)]
+    with ExitStack() as stack:
+        for module in modules if tracer.scan is not None else []:
+            for name in _REPLACEMENTS.keys() & vars(module).keys():
+                change = _REPLACEMENTS[name]
+                if isinstance(vars(module)[name], type):
+                    stack.enter_context(replaced(vars(module)[name], "forward", change))
+                else:
+                    stack.enter_context(replaced(module, name, change))
+        yield
+
+
+def _selective_scan(
+    u_BCL: Tensor,
+    dt_BCL: Tensor,
+    A_CN: Tensor,
+    B_BNL: Tensor,
+    C_BNL: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """The recurrence of Mamba (https://arxiv.org/abs/2312.00752, equation 2).
+
+    ``h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t`` and ``y_t = C_t h_t + D u_t``, times ``silu(z)``.
+
+    Returns:
+        ``[B, C, L]``; with ``return_last_state`` also the last ``h``, ``[B, C, N]``.
+    """
+    dtype = u_BCL.dtype
+    if delta_bias is not None:
+        dt_BCL = dt_BCL + delta_bias.to(dt_BCL.dtype)[..., None]
+    if delta_softplus:
+        dt_BCL = F.softplus(dt_BCL)
+    dt_LBC1, u_LBC1 = (value.permute(2, 0, 1)[..., None] for value in (dt_BCL, u_BCL.float()))
+    B_LB1N, C_LB1N = (value.permute(2, 0, 1)[:, :, None].float() for value in (B_BNL, C_BNL))
+    decay_LBCN = torch.exp(A_CN * dt_LBC1)
+    update_LBCN = dt_LBC1 * B_LB1N * u_LBC1
+
+    def step(h: Tensor, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        decay, update = inputs
+        h = decay * h + update
+        return h, h.clone()
+
+    start = torch.zeros_like(update_LBCN[0])
+    last, h_LBCN = tracer.scan(step, start, (decay_LBCN, update_LBCN))
+    y = (h_LBCN.to(dtype) * C_LB1N.to(dtype)).sum(-1).permute(1, 2, 0)
+    if D is not None:
+        y = y + u_BCL * D[None, :, None]
+    if z is not None:
+        y = y * F.silu(z)
+    return (y, last) if return_last_state else y
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The recurrence of gated delta networks (https://arxiv.org/abs/2412.06464, equation 10).
+
+    ``S_t = a_t S_{t-1} + k_t (b_t (v_t - (a_t S_{t-1})^T k_t))^T`` with ``a_t = exp(g_t)``, and
+    ``o_t = S_t^T q_t / sqrt(K)``, in float32. Kimi's (https://arxiv.org/abs/2510.26692) decays each
+    row of S by itself.
+
+    Args:
+        query: ``[B, L, H', K]``; each of its heads serves the same number of neighbouring values'.
+        key: ``[B, L, H', K]``.
+        value: ``[B, L, H, V]``.
+        g: Logarithms of decays ``[B, L, H]``, or ``[B, L, H, K]``.
+        beta: ``[B, L, H]``.
+        chunk_size: Of no consequence for the result.
+        initial_state: ``[B, H, K, V]``; None: zeros.
+        output_final_state: Whether the last state is returned.
+        use_qk_l2norm_in_kernel: Whether rows of query and key are divided by their length.
+
+    Returns:
+        ``[B, L, H, V]`` in query's dtype, and the last state ``[B, H, K, V]`` in float32 or None.
+    """
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    query, key, value, g, beta = (t.float().transpose(0, 1) for t in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (
+            t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (query, key)
+        )
+    query = query * query.shape[-1] ** -0.5
+    if groups > 1:
+        query, key = (t.repeat_interleave(groups, dim=2) for t in (query, key))
+    decay_LBHK1 = (g if g.ndim == 4 else g[..., None]).exp()[..., None]
+    q_LBHK1, k_LBHK1 = query[..., None], key[..., None]
+    v_LBH1V, beta_LBH11 = value[..., None, :], beta[..., None, None]
+
+    def step(S: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, beta = inputs
+        S = S * decay
+        # Sums, since a product of matrices would name the batch, which a Scan's body may not.
+        S = S + k * ((v - (S * k).sum(-2, keepdim=True)) * beta)
+        return S, (S * q).sum(-2)
+
+    _, batch, heads, width = key.shape
+    if initial_state is None:
+        start = key.new_zeros(batch, heads, width, value.shape[-1])
+    else:
+        start = initial_state.float()
+    inputs = (q_LBHK1, k_LBHK1, v_LBH1V, decay_LBHK1, beta_LBH11)
+    last, o_LBHV = tracer.scan(step, start, inputs)
+    return o_LBHV.transpose(0, 1).to(dtype), last if output_final_state else None
+
+
+class _OneBlock:
+    """A module of MiniMax's lightning attention whose block is as long as the tokens."""
+
+    def __init__(self, module: nn.Module, length: int) -> None:
+        self._module = module
+        self.block_size = length
+        factors = type(module).decay_factors(self, module.slope_rate)  # type: ignore[operator]
+        self.query_decay, self.key_decay, self.diagonal_decay = factors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _in_one_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets lightning attention (https://arxiv.org/abs/2401.04658) run without its loop."""
+
+    @wraps(original)
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(_OneBlock(self, hidden_states.shape[1]), hidden_states, *args, **kwargs)
+
+    return forward
+
+
+def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda _: function
+
+
+# By the name of a function, or of a class whose forward it is.
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    "mamba_selective_scan": _instead(_selective_scan),
+    "torch_chunk_gated_delta_rule": _instead(_delta_rule),
+    "chunk_kimi_delta_attention": _instead(_delta_rule),
+    "MiniMaxLightningAttention": _in_one_block,
+}

@@ -1,0 +1,81 @@
+"""Linear attention and state spaces: the loops of transformers at lengths beyond the example's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+import dynamo_moe
+from dynamo_moe.private import tracer
+from dynamo_moe.tracing.recurrences import _delta_rule
+from moe_architectures import ARCHITECTURES, example_inputs
+
+HEADS, WIDTH, VALUES = 4, 8, 6
+
+
+def inputs(length: int, key_heads: int, *, by_channel: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    decays = (HEADS, WIDTH) if by_channel else (HEADS,)
+    sizes = {
+        "query": (key_heads, WIDTH),
+        "key": (key_heads, WIDTH),
+        "value": (HEADS, VALUES),
+        "beta": (HEADS,),
+        "g": decays,
+    }
+    drawn = {
+        name: torch.randn(2, length, *size, generator=generator) for name, size in sizes.items()
+    }
+    drawn["beta"] = drawn["beta"].sigmoid()
+    drawn["g"] = -drawn["g"].exp()
+    return drawn
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 65, 130])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("rule", ["gated", "grouped", "kimi"])
+def test_delta_rule(rule: str, with_state: bool, length: int) -> None:
+    original = chunk_kimi_delta_attention if rule == "kimi" else torch_chunk_gated_delta_rule
+    drawn = inputs(length, HEADS // 2 if rule == "grouped" else HEADS, by_channel=rule == "kimi")
+    state = torch.randn(2, HEADS, WIDTH, VALUES) if with_state else None
+    options = {"initial_state": state, "output_final_state": with_state}
+    expected, last = original(**drawn, **options, use_qk_l2norm_in_kernel=True)
+    result, own_last = _delta_rule(**drawn, **options, use_qk_l2norm_in_kernel=True)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    if with_state:
+        torch.testing.assert_close(own_last, last, rtol=1e-4, atol=1e-5)
+    else:
+        assert own_last is None
+
+
+def test_delta_rule_returns_the_queries_dtype() -> None:
+    drawn = {name: t.bfloat16() for name, t in inputs(9, HEADS, by_channel=False).items()}
+    expected, _ = torch_chunk_gated_delta_rule(**drawn)
+    result, _ = _delta_rule(**drawn)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("name", ["jamba", "minimax", "qwen3_next"])
+def test_beyond_the_chunk_of_the_example(tmp_path: Path, name: str) -> None:
+    model = ARCHITECTURES[name].build()
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(
+        model, tmp_path / "model.onnx", task="text-generation"
+    )
+    dynamo_moe.verify(report.path, model, [example_inputs(ARCHITECTURES[name], 1, 65, seed=1)])
+    assert max(case.max_error for case in dynamo_moe.verify(report.path, model).cases) < 1e-4
+
+
+def test_a_loop_over_chunks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results fit no other length, so that sizes that fit each other show nothing."""
+    monkeypatch.setattr(tracer, "scan", None)
+    model = ARCHITECTURES["minimax"].build()
+    dynamo_moe.convert(model)
+    with pytest.raises(dynamo_moe.ExportError, match=r"range\(num_blocks\): was decided"):
+        dynamo_moe.export_language_model(model, tmp_path / "model.onnx", task="text-generation")
