@@ -20,10 +20,17 @@ import torch
 from torch import Tensor
 
 from custom_ops import _grouped
-from custom_ops.expert_weights import ExpertWeights
+from custom_ops.expert_weights import ExpertWeights, PackedExperts
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions, RouterOptions, WeightLayout
-from custom_ops.weight_formats import plain_format
+from custom_ops.packed_weights import PackedMatrices
+from custom_ops.weight_formats import (
+    SCALES,
+    ZERO_POINTS,
+    WeightFormat,
+    packed_format,
+    plain_format,
+)
 
 if TYPE_CHECKING:
     from custom_ops.kernels.architectures import Architecture
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
@@ -48,7 +55,7 @@ def forward(
 def forward_routed(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +107,7 @@ def rms_norm_forward(
 def layer_fields(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> dict[str, Any]:
@@ -115,6 +122,7 @@ def layer_fields(
     return {
         "tf32": tf32,
         "experts_dtype": experts_dtype,
+        "packed": _packed_format(parameters) if isinstance(parameters, PackedExperts) else None,
         "transposed": (_is_transposed(w1_EFD), _is_transposed(w2_EDH)),
         "experts": experts,
         "width": width,
@@ -136,6 +144,7 @@ def layer_of(
     tf32: bool,
     experts_dtype: torch.dtype,
     transposed: tuple[bool, bool],
+    packed: WeightFormat | None = None,
     resident_experts: int | None = None,
     **fields: Any,
 ) -> Layer:
@@ -148,18 +157,43 @@ def layer_of(
     from custom_ops.kernels.layer import Layer
 
     layout = WeightLayout(*transposed)
-    shape = LayerShape(weight_format=plain_format(experts_dtype), layout=layout, **fields)
+    weight_format = packed or plain_format(experts_dtype)
+    shape = LayerShape(weight_format=weight_format, layout=layout, **fields)
     return Layer(shape, tf32, resident_experts)
 
 
+def _packed_format(parameters: PackedExperts) -> WeightFormat:
+    first, second = (
+        weight.encoding.blocks(weight.shape[1], weight.shape[2], weight.scales.shape[1:])
+        for weight in (parameters.w1, parameters.w2)
+    )
+    return packed_format(
+        parameters.w1.encoding.name,
+        parameters.w1.dtype,
+        parameters.w1.scales.dtype,
+        next(block for block in first if block in second),
+        zero_points=parameters.w1.zero_points is not None,
+    )
+
+
 def readable(
-    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertWeights
+    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertWeights | PackedExperts
 ) -> dict[str, Tensor]:
     """Returns a launch's inputs by name; a weight that is transposed as the memory has it."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    w1, w2 = _as_it_lies(w1_EFD), _as_it_lies(w2_EDH)
-    tensors = {"x": x_TD, **routing, "w1": w1, "b1": b1_EF, "w2": w2, "b2": b2_ED}
+    weights = {**_stored("w1", w1_EFD), **_stored("w2", w2_EDH)}
+    tensors = {"x": x_TD, **routing, **weights, "b1": b1_EF, "b2": b2_ED}
     return {name: aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _stored(name: str, weight: Tensor | PackedMatrices) -> dict[str, Tensor | None]:
+    """Returns the tensors that store a weight."""
+    if isinstance(weight, Tensor):
+        return {name: _as_it_lies(weight)}
+    zero_points = weight.zero_points
+    if zero_points is not None:  # One for each scale, or for each expert.
+        zero_points = zero_points.expand_as(weight.scales)
+    return {name: weight.values, name + SCALES: weight.scales, name + ZERO_POINTS: zero_points}
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -168,8 +202,8 @@ def aligned(tensor: Tensor) -> Tensor:
     return contiguous if contiguous.data_ptr() % 16 == 0 else contiguous.clone()
 
 
-def _is_transposed(weight: Tensor) -> bool:
-    return _as_it_lies(weight) is not weight
+def _is_transposed(weight: Tensor | PackedMatrices) -> bool:
+    return isinstance(weight, Tensor) and _as_it_lies(weight) is not weight
 
 
 def _as_it_lies(weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ SHORT_NAMES: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bf16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
     torch.uint8: "u8",
 }
 

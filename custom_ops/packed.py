@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack, cast
 import torch
 from torch import Tensor
 
-from custom_ops import _grouped
+from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_packed_experts, check_router, check_routing
 from custom_ops._library import (
     LIBRARY,
@@ -231,15 +231,18 @@ def _call(op: str, *arguments: Any, weight_format: str, **options: Any) -> _Call
 
 
 def _register_forward(op: str) -> None:
-    def forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def on_cpu(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return _grouped.forward(*_call(op, x, *arguments, **options)).view_as(x)
+
+    def on_cuda(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return _cuda.forward(*_call(op, x, *arguments, **options)).view_as(x)
 
     def fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         _call(op, x, *arguments, **options)
         return x.new_empty(x.shape)
 
-    for device in ("CPU", "CUDA"):
-        LIBRARY.impl(op, forward, device)
+    LIBRARY.impl(op, on_cpu, "CPU")
+    LIBRARY.impl(op, on_cuda, "CUDA")
     torch.library.register_fake(f"moe::{op}", fake, lib=LIBRARY)
 
 

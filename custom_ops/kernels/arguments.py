@@ -19,6 +19,7 @@ from custom_ops.kernels.spec import (
     TensorPointer,
     WorkspacePointer,
 )
+from custom_ops.weight_formats import SCALES, ZERO_POINTS
 
 _ABSENT = Constant(None)
 _INT32_BUFFERS = ("slot_of_row", "row_of_slot", "row_starts", "tile_expert", "tile_row")
@@ -88,9 +89,13 @@ def sum_of_results(layer: Layer) -> dict[str, Argument]:
 
 def weights_pointer(layer: Layer, tensor: str) -> TensorPointer | StatePointer:
     """Returns where the products read w1 or w2: the call's tensor, or the layer's slots."""
+    return _stored(layer, tensor, layer.shape.weight_format.values_dtype)
+
+
+def _stored(layer: Layer, tensor: str, dtype: torch.dtype) -> TensorPointer | StatePointer:
     if layer.resident_experts is None:
-        return TensorPointer(tensor, layer.shape.weight_format.values_dtype)
-    return StatePointer(f"{tensor}_slots", layer.shape.weight_format.values_dtype)
+        return TensorPointer(tensor, dtype)
+    return StatePointer(f"{tensor}_slots", dtype)
 
 
 def max_tiles(block_m: int, experts: IntLike = E) -> Expression:
@@ -116,6 +121,10 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
             row.name.upper(): getattr(record, row.name) for record in records for row in record.rows
         },
         "PRECISION": "tf32" if layer.tf32 else "ieee",
+        "ENCODING": weight_format.encoding,
+        # Those of whole rows or matrices are as large as the larger weight: they fit 32 bits.
+        "SCALE_N": min(max(weight_format.block[0], 1), max(shape.rows, shape.width)),
+        "SCALE_K": min(max(weight_format.block[1], 1), max(shape.width, shape.hidden)),
         "W1_TRANSPOSED": layer.shape.layout.w1_transposed,
         "W2_TRANSPOSED": layer.shape.layout.w2_transposed,
         "PDL": _has_dependent_launch(layer, architecture),
@@ -127,6 +136,7 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
         "x_ptr": TensorPointer("x", layer.shape.tokens_dtype),
         "y_ptr": TensorPointer("y", layer.shape.tokens_dtype),
         **{f"{name}_ptr": weights_pointer(layer, name) for name in ("w1", "w2")},
+        **_beside_values(layer),
         **{
             f"{name}_ptr": TensorPointer(name, weight_format.bias_dtype) if present else _ABSENT
             for name, present in has_bias.items()
@@ -141,6 +151,18 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
         "tokens": Scalar(T),
         "wave": Scalar(W_INDEX) if offloaded else _ABSENT,
         **{name: Constant(value) for name, value in constants.items()},
+    }
+
+
+def _beside_values(layer: Layer) -> dict[str, Argument]:
+    """Returns the scales and zero points of packed weights, or None for each that there is not."""
+    dtypes = {tensor.suffix: tensor.dtype for tensor in layer.shape.weight_format.stored}
+    return {
+        f"{name}{suffix}_ptr": _stored(layer, name + suffix, dtypes[suffix])
+        if suffix in dtypes
+        else _ABSENT
+        for name in ("w1", "w2")
+        for suffix in (SCALES, ZERO_POINTS)
     }
 
 

@@ -220,7 +220,8 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
     )
     ranges = [RangeConfig(few, "few", few_up, few_down)]
     tensor_cores = on_tensor_cores(layer, architecture)
-    on_chip = tensor_cores and layer.shape.width <= _MLP_WIDTH
+    plain = layer.shape.weight_format.is_plain
+    on_chip = tensor_cores and layer.shape.width <= _MLP_WIDTH and plain
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
     for block_m in blocks_m:
         last = block_m * layer.shape.experts // layer.shape.top_k
@@ -289,7 +290,8 @@ def _few(
         slots: Vectors that a program multiplies.
         vectors: Times that a token's products take ``slots`` vectors.
     """
-    itemsize = layer.shape.weight_format.values_dtype.itemsize
+    # Registers hold the products, as many as of weights that are not packed.
+    itemsize = layer.shape.weight_format.operand_dtype.itemsize
     slots = power_of_2(slots)
     if transposed:
         blocks_n = [width // (gates * itemsize) for width in (_LINE_BYTES, _LINE_BYTES // 2)]
@@ -336,6 +338,7 @@ def _gemm(
     # The compiler joins the gate and up columns of one row through registers.
     joined = gates == 2 and layer.shape.layout.w1_transposed and not layer.shape.options.interleaved
     programs = 2 if asynchronous or num_warps == 4 else 1
+    plain = layer.shape.weight_format.is_plain
     itemsize = layer.shape.weight_format.operand_dtype.itemsize
     stage = (block_m + gates * block_n) * block_k * itemsize
     stages = (architecture.shared_memory // programs - 1024) // stage
@@ -345,7 +348,7 @@ def _gemm(
         block_k,
         num_warps,
         num_stages=max(1, min(4, stages + (not asynchronous))),
-        tensor_maps=tensor_cores and architecture.has_tensor_maps and not joined,
+        tensor_maps=tensor_cores and architecture.has_tensor_maps and not joined and plain,
         # With tcgen05, registers for a second program run out.
         persistent=asynchronous and architecture.capability == 90,
     )

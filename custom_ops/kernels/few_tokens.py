@@ -24,7 +24,7 @@ from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Constant, Step, WorkspacePointer
-from custom_ops.kernels.weights import place_of, weights_at
+from custom_ops.kernels.weights import per_element, place_of, weights_at, weights_places
 
 # The rows that the products of a wave write, and their sum reads.
 _FLOAT32_ROWS = WorkspacePointer("rows", torch.float32)
@@ -37,6 +37,8 @@ def few_up_kernel(
     expert_weights_ptr,  # [T, K], or None
     row_scale_ptr,  # [T], float32, or None where there is no norm
     w1_ptr,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED
+    w1_scales_ptr,  # and zero points: of packed weights, else None
+    w1_zero_points_ptr,
     b1_ptr,  # [E, F] or None
     wave_of_expert_ptr,  # [E], or None where all experts are resident
     place_of_expert_ptr,  # [E], or None
@@ -53,6 +55,9 @@ def few_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     W1_TRANSPOSED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -94,8 +99,24 @@ def few_up_kernel(
         x = tl.load(x_ptrs + start, mask=inside, other=0.0)
         if WEIGHT_ON_INPUT:
             x = x.to(tl.float32) * weight
-        column = (start + k).to(tl.int64)
-        w = weights_at(w1_ptr, place, n, column, in_n & inside, F, D, W1_TRANSPOSED)
+        w = weights_at(
+            w1_ptr,
+            w1_scales_ptr,
+            w1_zero_points_ptr,
+            place,
+            n,
+            start,
+            in_n,
+            None,
+            dtype,
+            F,
+            D,
+            BLOCK_K,
+            W1_TRANSPOSED,
+            ENCODING,
+            SCALE_N,
+            SCALE_K,
+        )
         products += w * x.to(dtype).to(tl.float32)
     z = tl.sum(products, axis=K_AXIS)
     if row_scale_ptr is not None:
@@ -119,6 +140,8 @@ def few_down_kernel(
     expert_ids_ptr,  # [T, K]
     expert_weights_ptr,  # [T, K], or None where the weights are on the input
     w2_ptr,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED
+    w2_scales_ptr,  # and zero points: of packed weights, else None
+    w2_zero_points_ptr,
     b2_ptr,  # [E, D] or None
     x_ptr,  # [T, D], or None where the result is the sum alone
     y_ptr,  # [T, D], or None where only some of the experts are resident
@@ -131,6 +154,9 @@ def few_down_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     W2_TRANSPOSED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -142,6 +168,7 @@ def few_down_kernel(
     """
     SLOTS: tl.constexpr = triton.next_power_of_2(K)
     K_AXIS: tl.constexpr = 1 if W2_TRANSPOSED else 2
+    ROW: tl.constexpr = H // per_element(ENCODING)  # Elements of a row's weights.
     token = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.expand_dims(d.to(tl.int64), (0, K_AXIS))
@@ -154,8 +181,9 @@ def few_down_kernel(
         # visible before this kernel's wait. They are hints here: whatever is in range reads
         # weights, which no kernel writes, and nothing that is read is used. Volatile loads stay.
         hint = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1, volatile=True).to(tl.int64)
-        in_first = (hint >= 0) & (hint < E) & (n < D) & (k < H)
-        weights_at(w2_ptr, hint, n, k.to(tl.int64), in_first, D, H, W2_TRANSPOSED, True)
+        in_first = (hint >= 0) & (hint < E) & (n < D) & (k < ROW)
+        ptrs = weights_places(w2_ptr, hint, n, k.to(tl.int64), D, ROW, W2_TRANSPOSED)
+        tl.load(ptrs, mask=in_first, volatile=True)
     wait_for_previous(PDL)
     expert = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1).to(tl.int64)
     has_expert = (expert >= 0) & (expert < E)
@@ -174,8 +202,24 @@ def few_down_kernel(
     for start in tl.range(0, H, BLOCK_K, num_stages=NUM_STAGES):
         inside = has_expert & (start + k < H)
         h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0).to(tl.float32)
-        column = (start + k).to(tl.int64)
-        w = weights_at(w2_ptr, place, n, column, inside & (n < D), D, H, W2_TRANSPOSED)
+        w = weights_at(
+            w2_ptr,
+            w2_scales_ptr,
+            w2_zero_points_ptr,
+            place,
+            n,
+            start,
+            n < D,
+            has_expert,
+            hidden_ptr.dtype.element_ty,
+            D,
+            H,
+            BLOCK_K,
+            W2_TRANSPOSED,
+            ENCODING,
+            SCALE_N,
+            SCALE_K,
+        )
         products += w * h
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * D + n, mask=has_expert & (n < D), other=0.0)

@@ -150,6 +150,8 @@ def _add_product(rows, w, sums, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
 def expert_up_kernel(
     x_ptr,  # [T, D]
     w1,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED: a pointer, or a tensor map
+    w1_scales_ptr,  # and zero points: of packed weights, else None
+    w1_zero_points_ptr,
     b1_ptr,  # [E, F] or None
     expert_weights_ptr,  # [T, K]
     row_scale_ptr,  # [T], float32, or None where there is no norm
@@ -172,6 +174,9 @@ def expert_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     W1_TRANSPOSED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -235,6 +240,12 @@ def expert_up_kernel(
                 INTERLEAVED,
                 W1_TRANSPOSED,
                 TENSOR_MAPS,
+                w1_scales_ptr,
+                w1_zero_points_ptr,
+                dtype,
+                ENCODING,
+                SCALE_N,
+                SCALE_K,
             )
             z = _add_product(x.to(dtype), w, z, SWAPPED, PRECISION)
         z = z.T if SWAPPED else z
@@ -262,6 +273,8 @@ def expert_up_kernel(
 def expert_down_kernel(
     hidden_ptr,  # [R, H]
     w2,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED: a pointer, or a tensor map
+    w2_scales_ptr,  # and zero points: of packed weights, else None
+    w2_zero_points_ptr,
     b2_ptr,  # [E, D] or None
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
@@ -274,6 +287,9 @@ def expert_down_kernel(
     D: tl.constexpr,
     H: tl.constexpr,
     W2_TRANSPOSED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -329,6 +345,12 @@ def expert_down_kernel(
                 INTERLEAVED=False,
                 TRANSPOSED=W2_TRANSPOSED,
                 TENSOR_MAP=TENSOR_MAPS,
+                scales_ptr=w2_scales_ptr,
+                zero_points_ptr=w2_zero_points_ptr,
+                dtype=hidden_ptr.dtype.element_ty,
+                ENCODING=ENCODING,
+                SCALE_N=SCALE_N,
+                SCALE_K=SCALE_K,
             )
             y = _add_product(h, w, y, SWAPPED, PRECISION)
         y = y.T if SWAPPED else y

@@ -8,7 +8,9 @@ import torch
 
 from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
 from custom_ops.layer_shape import LayerShape
-from custom_ops.weight_formats import KERNEL_FORMATS
+from custom_ops.options import WeightLayout
+from custom_ops.packed_weights import ENCODINGS
+from custom_ops.weight_formats import KERNEL_FORMATS, WeightFormat
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -58,8 +60,10 @@ class Layer:
                 f"resident_experts must be in 1..{shape.experts}, the number of experts; "
                 f"got {self.resident_experts}"
             )
-        if shape.weight_format not in KERNEL_FORMATS:
-            names = ", ".join(map(str, KERNEL_FORMATS))
+        if shape.weight_format.encoding in ENCODINGS:
+            self._check_packed()
+        elif shape.weight_format not in KERNEL_FORMATS:
+            names = ", ".join((*map(str, KERNEL_FORMATS), *ENCODINGS))
             raise TypeError(
                 f"the kernels need weight_format to be one of {names}; got {shape.weight_format}"
             )
@@ -75,6 +79,18 @@ class Layer:
         _check_dtype(shape, "routing_dtype", KERNEL_FLOATS)
         _check_dtype(shape, "weights_dtype", (*KERNEL_FLOATS, None))
         _check_dtype(shape, "selection_dtype", (*KERNEL_FLOATS, None))
+
+    def _check_packed(self) -> None:
+        shape, weight_format = self.shape, self.shape.weight_format
+        _check_dtype(weight_format, "operand_dtype", KERNEL_FLOATS)
+        if shape.layout != WeightLayout():
+            raise ValueError(f"packed weights lie as (out, in); got {shape.layout}")
+        columns = weight_format.block[1]
+        if columns < max(shape.width, shape.hidden) and columns != power_of_2(columns):
+            raise NoKernelsError(
+                "the kernels need scales for a power of two of columns, or for whole rows; "
+                f"got {columns}"
+            )
 
     @property
     def expert_places(self) -> int:
@@ -94,7 +110,9 @@ class Layer:
         return replace(self, shape=self.shape.canonical(), tf32=self.tf32 and has_tf32)
 
 
-def _check_dtype(shape: LayerShape, name: str, allowed: tuple[torch.dtype | None, ...]) -> None:
+def _check_dtype(
+    shape: LayerShape | WeightFormat, name: str, allowed: tuple[torch.dtype | None, ...]
+) -> None:
     value = getattr(shape, name)
     if value not in allowed:
         names = ", ".join(map(dtype_name, allowed))

@@ -1,7 +1,8 @@
 """The experts' weights: where a tile of them lies in memory, and how it is loaded.
 
 All kernels read weights through here, by :func:`load_weights` for products of matrices and
-:func:`weights_at` for those of vectors.
+:func:`weights_at` for those of vectors. Packed weights are decoded in registers: an element's code
+becomes the bits of a float32 by shifts, and a scale is loaded once for the elements that share it.
 
 Legend: E experts, N rows of an expert's matrix and so columns of the product, K its depth. A tile
 of a gated w1 holds gate and up of the same hidden units, side by side if their rows alternate in
@@ -20,6 +21,13 @@ from custom_ops.kernels.arguments import weights_pointer
 from custom_ops.kernels.device import load_block
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, TensorMap, TensorPointer
+from custom_ops.packed_weights import ENCODINGS
+
+
+@triton.constexpr_function
+def per_element(encoding):
+    """Returns how many columns of a row an element of the weights' tensor holds."""
+    return 1 if encoding == "plain" else ENCODINGS[encoding].per_byte
 
 
 @triton.jit
@@ -55,6 +63,121 @@ def tile_columns(
 
 
 @triton.jit
+def _e2m1(code):
+    """Returns the float32 of codes 0..15; of a subnormal one as of any other."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126: the biases' distance.
+
+
+@triton.jit
+def _e4m3(code):
+    """Returns the float32 of codes 0..255; those of NaN have all bits set but the sign's."""
+    bits = ((code & 128) << 24) | ((code & 127) << 20)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120.
+    return tl.where((code & 127) == 127, float("nan"), value)
+
+
+@triton.jit
+def _e8m0(code):
+    """Returns the float32 of codes 0..255: a power of two, or NaN."""
+    bits = tl.where(code == 0, 1 << 22, code << 23)  # 2**-127 is subnormal.
+    return tl.where(code == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _unsigned(code):
+    return code.to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _along(tile, SIZE: tl.constexpr, AXIS_FROM_LAST: tl.constexpr):
+    """Returns 0..SIZE - 1 along an axis of a tile, and 1 along its others."""
+    # The axes of 1: for 2 axes the other one, for 3 the first and one of the last two.
+    if len(tile.shape) == 2:
+        places = tl.expand_dims(tl.arange(0, SIZE), AXIS_FROM_LAST)
+    else:
+        places = tl.expand_dims(tl.arange(0, SIZE), (0, 1 + AXIS_FROM_LAST))
+    return places
+
+
+@triton.jit
+def _by_groups(tile, GROUPS: tl.constexpr):
+    """Returns a tile whose last axis is split into groups, which are the last axis but one."""
+    DEPTH: tl.constexpr = tile.shape[len(tile.shape) - 1] // GROUPS
+    if len(tile.shape) == 2:
+        split = tile.reshape(tile.shape[0], GROUPS, DEPTH)
+    else:
+        split = tile.reshape(tile.shape[0], tile.shape[1], GROUPS, DEPTH)
+    return split
+
+
+@triton.jit
+def _joined(tile, SIZE: tl.constexpr):
+    """Returns a tile whose last two axes are one of a size."""
+    if len(tile.shape) == 3:
+        joined = tile.reshape(tile.shape[0], SIZE)
+    else:
+        joined = tile.reshape(tile.shape[0], tile.shape[1], SIZE)
+    return joined
+
+
+@triton.jit
+def _decoded(
+    w_ptr,  # [E, N, K / 2], or [E, N, K] if each element has a byte
+    scales_ptr,  # [E, ceil(N / SCALE_N), ceil(K / SCALE_K)]
+    zero_points_ptr,  # as the scales, or None
+    expert,
+    n,
+    start,
+    inside,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ENCODING: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+):
+    """Returns ``w[expert, n, start:start + BLOCK_K]`` as float32, with zeros outside.
+
+    ``expert``, ``n`` and ``inside`` broadcast to a tile with a last axis of 1, which the depth is
+    along. BLOCK_K and SCALE_K divide one another, unless a row has one scale.
+    """
+    PER_BYTE: tl.constexpr = per_element(ENCODING)
+    ROW_BYTES: tl.constexpr = K // PER_BYTE
+    SCALES: tl.constexpr = (K + SCALE_K - 1) // SCALE_K
+    GROUPS: tl.constexpr = BLOCK_K // SCALE_K if SCALE_K < K and SCALE_K < BLOCK_K else 1
+    byte = start // PER_BYTE + _along(n, BLOCK_K // PER_BYTE, 0)
+    packed = tl.load(
+        w_ptr + (expert * N + n) * ROW_BYTES + byte, mask=inside & (byte < ROW_BYTES), other=0
+    )
+    codes = _unsigned(packed)
+    if PER_BYTE == 2:
+        codes = _joined(tl.join(codes & 15, codes >> 4), BLOCK_K)
+    group = start // SCALE_K + _along(n, GROUPS, 0)
+    if SCALE_N < N:
+        row = expert * ((N + SCALE_N - 1) // SCALE_N) + n // SCALE_N
+    else:
+        row = expert + n * 0
+    has_scale = inside & (group < SCALES)
+    scales = tl.load(scales_ptr + row * SCALES + group, mask=has_scale, other=0)
+    scales = _e8m0(_unsigned(scales)) if ENCODING == "mxfp4" else scales.to(tl.float32)
+    scales = tl.expand_dims(scales, len(n.shape))
+    if ENCODING == "int4":
+        # The bits of 2**23 + code: an operation less than a conversion, which is slow besides.
+        values = _by_groups((codes | 0x4B000000).to(tl.float32, bitcast=True), GROUPS)
+        if zero_points_ptr is None:
+            values -= 8388616.0
+        else:
+            zeros = tl.load(zero_points_ptr + row * SCALES + group, mask=has_scale, other=0)
+            values -= tl.expand_dims(zeros.to(tl.float32) + 8388608.0, len(n.shape))
+    elif ENCODING == "mxfp4":
+        values = _by_groups(_e2m1(codes), GROUPS)
+    else:
+        values = _by_groups(_e4m3(codes), GROUPS)
+    return _joined(values * scales, BLOCK_K)
+
+
+@triton.jit
 def load_weights(
     w,  # [E, N, K], or [E, K, N] if TRANSPOSED: a pointer, or a tensor map; or slots of experts
     expert,  # or its place
@@ -69,12 +192,36 @@ def load_weights(
     INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
+    scales_ptr=None,
+    zero_points_ptr=None,
+    dtype: tl.constexpr = None,  # of the operands, where packed
+    ENCODING: tl.constexpr = "plain",
+    SCALE_N: tl.constexpr = 1,
+    SCALE_K: tl.constexpr = 1,
 ):
     """Returns ``w[expert].T`` at depth ``start`` and :func:`tile_columns`, BLOCK_K by BLOCK.
 
     It holds zeros beyond the depth, which is not checked for if WHOLE.
     """
-    if TENSOR_MAP:
+    if ENCODING != "plain":
+        n = tile_columns(first, N, BLOCK, GATED, INTERLEAVED).to(tl.int64)[:, None]
+        tile = _decoded(
+            w,
+            scales_ptr,
+            zero_points_ptr,
+            expert.to(tl.int64),
+            n,
+            start,
+            n < N,
+            N,
+            K,
+            BLOCK_K,
+            ENCODING,
+            SCALE_N,
+            SCALE_K,
+        )
+        tile = tile.to(dtype).T
+    elif TENSOR_MAP:
         if GATED and not INTERLEAVED:
             if TRANSPOSED:
                 tile = w.load([expert, start, 0, first]).reshape(BLOCK_K, BLOCK)
@@ -101,24 +248,66 @@ def load_weights(
 @triton.jit
 def weights_at(
     w_ptr,  # [E, N, K], or [E, K, N] if TRANSPOSED; or slots of experts
+    scales_ptr,
+    zero_points_ptr,
     expert,  # or its place
     n,
-    k,
-    inside,
+    start,
+    has_row,
+    has_expert,  # or None where there is no question
+    dtype: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
+    ENCODING: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
 ):
-    """Returns ``w[expert, n, k]`` as float32, with zeros outside.
+    """Returns ``w[expert, n, start:start + BLOCK_K]`` of ``dtype`` as float32, zeros outside.
 
-    ``expert``, ``n`` and ``k`` are int64 and broadcast to the tile.
+    ``expert`` and ``n`` are int64; they and the masks broadcast to a tile whose axis of the depth
+    is 1: the last, or the last but one if TRANSPOSED.
     """
+    if ENCODING != "plain":
+        inside = has_row
+        if has_expert is not None:
+            inside &= has_expert
+        tile = _decoded(
+            w_ptr,
+            scales_ptr,
+            zero_points_ptr,
+            expert,
+            n,
+            start,
+            inside,
+            N,
+            K,
+            BLOCK_K,
+            ENCODING,
+            SCALE_N,
+            SCALE_K,
+        )
+        tile = tile.to(dtype)
+    else:
+        k = start + _along(n, BLOCK_K, 1 if TRANSPOSED else 0)
+        ptrs = weights_places(w_ptr, expert, n, k.to(tl.int64), N, K, TRANSPOSED)
+        # In this order: it is the mask of the vectors first, which costs no registers of its own.
+        inside = k < K
+        if has_expert is not None:
+            inside = has_expert & inside
+        tile = tl.load(ptrs, mask=inside & has_row, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def weights_places(w_ptr, expert, n, k, N: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Returns the addresses of ``w[expert, n, k]`` of plain weights; all are int64."""
     if TRANSPOSED:
         ptrs = w_ptr + (expert * (N * K) + n) + k * N
     else:
         ptrs = w_ptr + (expert * (N * K) + n * K) + k
-    return tl.load(ptrs, mask=inside, other=0.0, volatile=VOLATILE).to(tl.float32)
+    return ptrs
 
 
 @triton.jit

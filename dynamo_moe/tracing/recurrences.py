@@ -140,9 +140,8 @@ def _delta_rule(
         S = S + k * ((v - (S * k).sum(-2, keepdim=True)) * beta)
         return S, (S * q).sum(-2)
 
-    _, batch, heads, width = key.shape
     if initial_state is None:
-        start = key.new_zeros(batch, heads, width, value.shape[-1])
+        start = key.new_zeros(*key.shape[1:], value.shape[-1])
     else:
         start = initial_state.float()
     inputs = (q_LBHK1, k_LBHK1, v_LBH1V, decay_LBHK1, beta_LBH11)
@@ -156,7 +155,8 @@ class _OneBlock:
     def __init__(self, module: nn.Module, length: int) -> None:
         self._module = module
         self.block_size = length
-        factors = type(module).decay_factors(self, module.slope_rate)  # type: ignore[operator]
+        own_class: Any = type(module)
+        factors = own_class.decay_factors(self, module.slope_rate)
         self.query_decay, self.key_decay, self.diagonal_decay = factors
 
     def __getattr__(self, name: str) -> Any:

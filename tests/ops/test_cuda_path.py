@@ -29,6 +29,7 @@ from custom_ops.kernels.spec import ForwardPlan
 from custom_ops.offload import calls as offload_calls
 from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case, assert_matches, make_case
+from packed_cases import packed_case
 
 
 def _enter(device: object) -> AbstractContextManager[None]:
@@ -390,3 +391,24 @@ def test_a_call_in_another_way_after_a_plain_one(op, way):
     half = {torch.bfloat16} if way is _with_autocast else set()
     for call, dtypes in ((Case.__call__, set()), (way, half), (Case.__call__, set())):
         assert_matches(call(case), expected, case.dtypes | dtypes)
+
+
+@pytest.mark.usefixtures("_only_kernels")
+@pytest.mark.parametrize("op", ["dropless", "experts"])
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows", "fp8 whole"])
+def test_packed_experts(op, form, monkeypatch):
+    monkeypatch.setattr("custom_ops.packed._grouped", SimpleNamespace(forward=_cuda.forward))
+    case = packed_case(op, form, width=64, hidden=32, gated=True)
+    assert_matches(case(), case.oracle(), case.plain.dtypes)
+    if form == "int4":
+        of_experts = torch.tensor([3, 8, 9, 15, 0], dtype=torch.int8)[:, None, None]
+        case = case.changed(w1_zero_points=of_experts, w2_zero_points=of_experts)
+        assert_matches(case(), case.oracle(), case.plain.dtypes)
+
+
+def test_packed_experts_without_kernels(monkeypatch):
+    """Groups that no blocks fit are decoded by PyTorch, as float64 is."""
+    monkeypatch.setattr("custom_ops.packed._grouped", SimpleNamespace(forward=_cuda.forward))
+    for options in ({"group": 24, "width": 72, "hidden": 48}, {"dtype": torch.float64}):
+        case = packed_case("experts", **options)
+        assert_matches(case(), case.oracle(), case.plain.dtypes)

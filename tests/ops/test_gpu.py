@@ -22,6 +22,7 @@ from moe_cases import (
     Case,
     assert_matches,
 )
+from packed_cases import packed_case
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +53,20 @@ def ranges(path: str) -> tuple[RangeConfig, ...]:
 
 
 # --- Numbers ---
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows"])
+def test_packed_experts(form, dtype, tokens, op):
+    case = packed_case(
+        op, form, group=32, zero_points=form == "int4", shape=(tokens,), width=512, hidden=256,
+        experts=8, dtype=dtype, **GATED,
+    )  # fmt: skip
+    on_gpu = {name: t.cuda() for name, t in case.arguments.items() if isinstance(t, torch.Tensor)}
+    result = case.overload(**case.arguments | on_gpu, **case.options)
+    assert_matches(result.cpu(), case.decoded().oracle(), case.plain.dtypes)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -73,7 +73,9 @@ def test_a_block_is_given_where_one_is_left_open(change):
 
 
 def test_a_format_without_kernels_is_refused():
-    with pytest.raises(TypeError, match=r"weight_format to be one of .*bfloat16; got packed"):
+    with pytest.raises(
+        TypeError, match=r"weight_format to be one of .*bfloat16, int4.*; got packed"
+    ):
         Layer(SHAPE)
 
 

@@ -15,10 +15,15 @@ from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ROUTER_OPTIONS, WeightLayout
 from custom_ops.weight_formats import plain_format
 from moe_cases import Case
+from packed_cases import PackedCase
 
 
-def layer_of(case: Case, *, tf32: bool = False) -> Layer:
+def layer_of(case: Case | PackedCase, *, tf32: bool = False) -> Layer:
     """The case's layer; its weights may be transposed views of (in, out) memory."""
+    if isinstance(case, PackedCase):
+        weight_format, case = case.format(), case.plain
+    else:
+        weight_format = plain_format(case.arguments["w1"].dtype)
     a, options = case.arguments, dict(case.options)
     router = {row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options}
     dropless = case.op == "dropless"
@@ -32,7 +37,7 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
             hidden=a["w2"].shape[-1],
             top_k=top_k,
             tokens_dtype=a["x"].dtype,
-            weight_format=plain_format(a["w1"].dtype),
+            weight_format=weight_format,
             options=ExpertOptions(**options),
             router=RouterOptions(top_k, **router) if dropless else None,
             routing_dtype=routing_dtype,
@@ -58,14 +63,14 @@ def in_out(case: Case, *names: str) -> Case:
     return case.changed(**{name: case.arguments[name].mT.contiguous().mT for name in names})
 
 
-def call_tensors(case: Case) -> dict[str, Tensor]:
+def call_tensors(case: Case | PackedCase) -> dict[str, Tensor]:
     """The case's tensors under the launchers' names, and y filled with NaN."""
     tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
     return {**tensors, "y": torch.full_like(case.arguments["x"], float("nan"))}
 
 
 def run_kernels(
-    case: Case,
+    case: Case | PackedCase,
     device: str | Architecture = "sm_80",
     ranges: tuple[RangeConfig, ...] = (),
 ) -> Tensor:

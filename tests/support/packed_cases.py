@@ -13,7 +13,8 @@ from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.options import ROUTER_OPTIONS
-from custom_ops.packed_weights import blocks_of
+from custom_ops.packed_weights import blocks_of, encoding_of
+from custom_ops.weight_formats import WeightFormat, packed_format
 from moe_cases import Case, make_case
 
 #: A batch whose tokens have odd numbers.
@@ -54,6 +55,17 @@ class PackedCase:
     def __call__(self) -> Tensor:
         """Calls the operator."""
         return self.overload(**self.arguments, **self.options)
+
+    def format(self) -> WeightFormat:
+        """Returns the format as kernels have it."""
+        x, scales = self.plain.arguments["x"], self.packed["w1_scales"]
+        assert scales is not None
+        _, rows, columns = self.plain.arguments["w1"].shape
+        block, *_ = encoding_of(self.weight_format).blocks(rows, columns, scales.shape[1:])
+        zero_points = self.packed["w1_zero_points"] is not None
+        return packed_format(
+            self.weight_format, x.dtype, scales.dtype, block, zero_points=zero_points
+        )
 
     def changed(self, **changes: Any) -> PackedCase:
         """Returns the case with other arguments or options."""

@@ -105,6 +105,8 @@ def layer_record(layer: Layer) -> LayerRecord:
     """Returns a layer as a bundle stores it; options without an effect are 0."""
     layer = layer.canonical()
     shape = layer.shape
+    if shape.weight_format not in KERNEL_FORMATS:
+        raise TypeError(f"bundles have no layers whose experts are packed, as in {shape}")
     present = {"b1": shape.b1, "b2": shape.b2, "tf32": layer.tf32}
     flags = sum(FLAGS_WITHOUT_OPTION[name] for name in present if present[name])
     words: dict[int, int | float] = {size.slot.index: getattr(shape, size.name) for size in SIZES}

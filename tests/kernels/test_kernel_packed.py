@@ -1,0 +1,183 @@
+"""The kernels with packed weights in Triton's interpreter, against the oracle."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.gpu.kernel_code import disassemble
+from benchmarks.gpu.layers import SHAPES
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.configs import FewConfig, GemmConfig, RangeConfig, default_ranges
+from custom_ops.kernels.launch_waves import launch_in_waves
+from custom_ops.kernels.layer import NoKernelsError
+from custom_ops.kernels.plan import plan
+from custom_ops.kernels.spec import MAX_TOKENS
+from custom_ops.kernels.weights import _decoded
+from custom_ops.packed_weights import ENCODINGS
+from custom_ops.weight_formats import packed_format
+from kernel_runs import call_tensors, layer_of, run_kernels
+from moe_cases import assert_matches
+from packed_cases import PackedCase, packed_case
+from trt_plugin.compiling.tasks import Compiled, Task, task_for
+from trt_plugin.compiling.workers import compile_tasks
+from wave_runs import new_state, plan_in_waves
+
+OTHERS = ("sm_80", "sm_100", "sm_120")
+
+# Blocks of a depth that has several scales of a row, one, and a part of one.
+PATHS = {
+    "few": (FewConfig(16, 64, 4), FewConfig(8, 16, 4)),
+    "gemm": (GemmConfig(16, 16, 64, 4, 2), GemmConfig(16, 32, 16, 4, 2)),
+    "gemm-swapped": (
+        GemmConfig(16, 32, 32, 4, 2, swapped=True),
+        GemmConfig(16, 32, 16, 4, 2, persistent=True, swapped=True),
+    ),
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4": {"weight_format": "int4", "group": 8},
+    "int4 zero points": {"weight_format": "int4", "group": 8, "zero_points": True},
+    "int4 half scales": {"weight_format": "int4", "group": 32, "scales_dtype": torch.bfloat16},
+    "mxfp4": {"weight_format": "mxfp4"},
+    "fp8": {"weight_format": "fp8"},
+    "fp8 rows": {"weight_format": "fp8 rows"},
+    "fp8 whole": {"weight_format": "fp8 whole", "scales_dtype": torch.float16},
+}
+
+
+def check(case: PackedCase, path: str) -> None:
+    ranges = (RangeConfig(MAX_TOKENS, path.partition("-")[0], *PATHS[path]),)
+    # The weights are rounded to the tokens' dtype before the products.
+    assert_matches(run_kernels(case, ranges=ranges), case.decoded().oracle(), case.plain.dtypes)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_formats(path: str, form: str, dtype: torch.dtype) -> None:
+    case = packed_case(
+        "experts", dtype=dtype, width=160, hidden=96, activation="silu", gated=True, **FORMATS[form]
+    )
+    check(case, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gated": True, "interleaved": True, "biases": False},
+        {"weight_on_input": True, "pre_norm": "rms", "residual": True},
+    ],
+    ids=["plain", "interleaved", "norm"],
+)
+def test_options(path: str, form: str, options: dict[str, Any]) -> None:
+    """At sizes that no block divides."""
+    case = packed_case(
+        "experts", dtype=torch.float16, width=288, hidden=32, **FORMATS[form], **options
+    )
+    check(case, path)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_default_configurations(form: str, tokens: int) -> None:
+    """Those that a call takes, of few tokens and of more, behind a router."""
+    case = packed_case(
+        "dropless", dtype=torch.bfloat16, shape=(tokens,), width=64, hidden=64, **FORMATS[form]
+    )
+    ranges = default_ranges(layer_of(case), architecture("sm_90"))
+    assert {chosen.path for chosen in ranges} == {"few", "gemm"}
+    assert not any(chosen.up.tensor_maps for chosen in ranges if isinstance(chosen.up, GemmConfig))
+    assert_matches(run_kernels(case, "sm_90"), case.decoded().oracle(), case.plain.dtypes)
+
+
+@triton.jit
+def _decoding_kernel(
+    w_ptr, scales_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, ENCODING: tl.constexpr,
+    SCALE_K: tl.constexpr,
+):  # fmt: skip
+    n, k = tl.arange(0, N)[:, None].to(tl.int64), tl.arange(0, K)[None, :]
+    tile = _decoded(w_ptr, scales_ptr, None, 0, n, 0, n < N, N, K, K, ENCODING, 1, SCALE_K)
+    tl.store(out_ptr + n * K + k, tile)
+
+
+@pytest.mark.parametrize("weight_format", ENCODINGS)
+def test_every_code(weight_format: str) -> None:
+    """Every byte, and with E8M0 every scale, has the bits that PyTorch's decoding gives."""
+    encoding = ENCODINGS[weight_format]
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.int8)
+    values = codes.repeat(256, 1)
+    columns = 256 * encoding.per_byte
+    if weight_format == "mxfp4":
+        scales = codes[:, None].expand(256, columns // 32).contiguous()
+        shared = 32
+    else:
+        scales, shared = torch.linspace(0.1, 3, 256)[:, None].contiguous(), columns
+    out = torch.empty(256, columns)
+    _decoding_kernel[(1,)](values, scales, out, 256, columns, weight_format, shared)
+    scales = scales if weight_format != "fp8" else scales.expand(256, 1)
+    expected = encoding.decode(values.view(torch.uint8), scales, None, torch.float32)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_shared_columns_that_blocks_do_not_fit() -> None:
+    case = packed_case("experts", group=24, width=72, hidden=48)
+    with pytest.raises(NoKernelsError, match=r"a power of two of columns, or .*; got 24"):
+        layer_of(case)
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8 rows"])
+def test_offloaded_experts(form: str, resident: int) -> None:
+    case = packed_case("experts", dtype=torch.bfloat16, gated=True, **FORMATS[form])
+    planned = plan_in_waves(case, resident)
+    assert sum(buffer.name.endswith("_scales_slots") for buffer in planned.state) == 2
+    state = new_state(planned)
+    for _ in range(2):  # The second call finds experts of the first.
+        tensors = call_tensors(case)
+        launch_in_waves(planned, tensors, state)
+        assert_matches(tensors["y"], case.decoded().oracle(), case.plain.dtypes)
+
+
+# --- Machine code ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device", ["sm_90", *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)]
+)
+def test_nothing_spills_and_bytes_are_read_at_once(device: str) -> None:
+    """At the sizes of Qwen3-30B-A3B: for a few tokens, and for more of both kinds of product."""
+    plain = SHAPES["qwen3"].layer(torch.bfloat16)
+    on = architecture(device)
+    tasks = []
+    for weight_format in (
+        packed_format("int4", torch.bfloat16, torch.bfloat16, (1, 32)),
+        packed_format("int4", torch.bfloat16, torch.bfloat16, (1, 128), zero_points=True),
+        packed_format("mxfp4", torch.bfloat16, torch.int8, (1, 32)),
+        packed_format("fp8", torch.bfloat16, torch.float32, (128, 128)),
+    ):
+        layer = replace(plain, shape=replace(plain.shape, weight_format=weight_format))
+        few, small, *_, large = plan(layer, on).ranges
+        launches = [launch for span in (few, small, large) for launch in span.launches]
+        tasks += [
+            task_for(launch, on) for launch in launches if re.match("few|expert", launch.name)
+        ]
+    problems = []
+
+    def done(task: Task, result: Compiled) -> None:
+        code = disassemble(result.cubin)
+        if result.info.local_memory or not re.search(r"(LDGSTS|LDG)\S*\.128", code):
+            problems.append((str(task), result.info))
+
+    compile_tasks(tasks, 2, done)
+    assert len(tasks) == 4 * 3 * 2
+    assert not problems
