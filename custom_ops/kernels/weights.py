@@ -174,7 +174,10 @@ def _decoded(
         values = _by_groups(_e2m1(codes), GROUPS)
     else:
         values = _by_groups(_e4m3(codes), GROUPS)
-    return _joined(values * scales, BLOCK_K)
+    tile = _joined(values * scales, BLOCK_K)
+    if ENCODING == "int4" and K % BLOCK_K != 0:  # The others' code 0 is a zero.
+        tile = tl.where(start + _along(n, BLOCK_K, 0) < K, tile, 0.0)
+    return tile
 
 
 @triton.jit

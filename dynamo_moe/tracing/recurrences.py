@@ -32,14 +32,17 @@ def exportable_recurrences() -> Iterator[None]:
     Without PyTorch's ``scan`` they keep their own, whose length is the example's.
     """
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(_MODELS)]
+    classes = set()  # One may have its name in several modules.
     with ExitStack() as stack:
         for module in modules if tracer.scan is not None else []:
             for name in _REPLACEMENTS.keys() & vars(module).keys():
                 change = _REPLACEMENTS[name]
                 if isinstance(vars(module)[name], type):
-                    stack.enter_context(replaced(vars(module)[name], "forward", change))
+                    classes.add((vars(module)[name], change))
                 else:
                     stack.enter_context(replaced(module, name, change))
+        for own_class, change in classes:
+            stack.enter_context(replaced(own_class, "forward", change))
         yield
 
 
@@ -173,6 +176,17 @@ def _in_one_block(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _delta_rule_or(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves chunks as they are where the length is a number: in runs, and for a fixed length."""
+
+    @wraps(original)
+    def rule(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        symbolic = isinstance(query.shape[1], torch.SymInt)
+        return (_delta_rule if symbolic else original)(query, *args, **kwargs)
+
+    return rule
+
+
 def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda _: function
 
@@ -180,7 +194,7 @@ def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
 # By the name of a function, or of a class whose forward it is.
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "mamba_selective_scan": _instead(_selective_scan),
-    "torch_chunk_gated_delta_rule": _instead(_delta_rule),
-    "chunk_kimi_delta_attention": _instead(_delta_rule),
+    "torch_chunk_gated_delta_rule": _delta_rule_or,
+    "chunk_kimi_delta_attention": _delta_rule_or,
     "MiniMaxLightningAttention": _in_one_block,
 }

@@ -134,6 +134,18 @@ def test_shared_columns_that_blocks_do_not_fit() -> None:
         layer_of(case)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_read_beyond_a_row(path: str) -> None:
+    """The code 0 is -8 times the scale, which float16 may not have, and infinity times 0 is NaN."""
+    case = packed_case("experts", group=152, dtype=torch.float16, width=152, hidden=152)
+    codes = torch.full_like(case.arguments["w1"], -0x78)  # 0x88: zeros.
+    codes[..., 0] = -0x77
+    scales = torch.full_like(case.arguments["w1_scales"], 9000.0)
+    weights = {"w1": codes, "w2": codes, "w1_scales": scales, "w2_scales": scales}
+    tokens = case.arguments["x"] * 1e-5
+    check(case.changed(**weights, x=tokens, b1=None, b2=None), path)
+
+
 @pytest.mark.parametrize("resident", [1, 3])
 @pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8 rows"])
 def test_offloaded_experts(form: str, resident: int) -> None:
