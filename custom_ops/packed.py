@@ -82,7 +82,7 @@ def experts_packed(
     Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K choices, G values
     of a row that share a scale.
 
-    A weight is decoded in float32 and rounded to x's dtype, an expert at a time and only for those
+    A weight is decoded in float32 and rounded to x's dtype, never all at once and only for those
     that tokens have chosen. What follows is that of experts of x's dtype.
 
     Args:

@@ -153,6 +153,6 @@ def packed_format(
     return WeightFormat(encoding, operand_dtype, tuple(stored), encoding, block)
 
 
-#: The formats that there are kernels for. A name's place, from 1 on, is its code in a bundle: a new
-#: one comes last.
+#: The formats that bundles have kernels for. A name's place, from 1 on, is its code in a bundle: a
+#: new one comes last.
 KERNEL_FORMATS = tuple(map(plain_format, KERNEL_FLOATS))

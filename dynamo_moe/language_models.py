@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
 TASKS: tuple[str, ...] = get_args(Task)
 
-# A task's first output.
 # B, S and P of the cases that a file is verified with.
 # The last is longer than the chunks in which linear attention is computed.
 _VERIFIED = ((1, 5, 0), (3, 1, 6), (2, 4, 3), (2, 33, 0), (2, 2, 40), (1, 130, 0))
+# A task's first output.
 _RESULTS = {
     "text-generation-with-past": "logits",
     "text-generation": "logits",

@@ -43,6 +43,7 @@ def backward_plan(
     and, where there are biases, ``db1`` and ``db2``, each of which lies in memory as its parameter.
     Nothing on the host waits for the device.
     """
+    layer.check_plain("backward passes")
     layer = layer.canonical()
     *smaller, largest = _BLOCKS_M
     lasts = {block_m * layer.shape.experts // layer.shape.top_k: block_m for block_m in smaller}

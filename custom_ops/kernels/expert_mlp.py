@@ -268,6 +268,7 @@ def split_width(width: int) -> tuple[int, int]:
 
 def expert_mlp_step(layer: Layer, architecture: Architecture, config: MlpConfig) -> Step:
     """The experts: sorted slots to the buffer ``rows``, unweighted, in the tokens' dtype."""
+    layer.check_plain("products in one kernel")
     block_a, block_b = split_width(layer.shape.width)
     spec = kernel_of(
         expert_mlp_kernel,

@@ -92,6 +92,15 @@ class Layer:
                 f"got {columns}"
             )
 
+    def check_plain(self, what: str) -> None:
+        """Checks that the experts' weights are plain, for what takes no others.
+
+        Raises:
+            TypeError: If they are packed.
+        """
+        if not self.shape.weight_format.is_plain:
+            raise TypeError(f"{what} have no packed weights; got {self.shape.weight_format}")
+
     @property
     def expert_places(self) -> int:
         """The places of a program that scores all experts: powers of two, and of them for groups.

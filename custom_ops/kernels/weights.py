@@ -346,6 +346,7 @@ def weights_of(
     pointer = weights_pointer(layer, tensor)
     if not tensor_maps:
         return pointer
+    layer.check_plain("tensor maps")
     shape = layer.shape
     columns, depth = shape.matrices[tensor]
     gates = shape.options.rows_per_hidden if tensor == "w1" else 1

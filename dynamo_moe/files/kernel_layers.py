@@ -73,7 +73,9 @@ def _layer(node: ir.Node) -> Layer:
             raise ValueError(
                 f"{formal.name} must have the dtype of {first}, {_text(like)}; got {_text(value)}"
             )
-    return Layer(parsed.shape, resident_experts=parsed.resident_experts)
+    layer = Layer(parsed.shape, resident_experts=parsed.resident_experts)
+    layer.check_plain("bundles")
+    return layer
 
 
 def _text(value: ir.Value) -> str:

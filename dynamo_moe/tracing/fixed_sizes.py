@@ -332,7 +332,10 @@ class _Trials:
         *,
         fitting: bool = True,
     ) -> Sizes | None:
-        """Returns sizes that break a condition, its symbols of one size and others fitting it."""
+        """Returns sizes that break a condition, its symbols of one size.
+
+        Others are changed until they fit it; unless ``fitting``, they stay as they are.
+        """
         sizes = {**base, **dict.fromkeys(group, size)}
         if not 0 < size <= _LARGEST or self._holds(condition, sizes) is not False:
             return None

@@ -191,7 +191,8 @@ def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda _: function
 
 
-# By the name of a function, or of a class whose forward it is.
+# By the name of a function, or of a class whose forward it is. Mamba's is never left to the model:
+# its loop is over tokens, not over chunks, so that even a fixed length is hundreds of turns.
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "mamba_selective_scan": _instead(_selective_scan),
     "torch_chunk_gated_delta_rule": _delta_rule_or,

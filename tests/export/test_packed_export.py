@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dynamo_moe
+from dynamo_moe.files.kernel_layers import kernel_layers
 from moe_cases import OPS
 from packed_cases import PackedCase, packed_case
 
@@ -173,3 +174,12 @@ def test_formats_that_onnx_runtime_s_operator_does_not_run(tmp_path: Path) -> No
     model = layer("dropless", **FORMS["mxfp4"])
     with pytest.raises(ValueError, match=r"QMoE of ONNX Runtime 1\.31 does not run mxfp4"):
         dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime")
+
+
+@pytest.mark.parametrize("form", ["plain", "mxfp4", "fp8"])
+def test_bundles_have_no_packed_weights(form: str, tmp_path: Path) -> None:
+    model = layer("dropless", **FORMS[form])
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, (model.case.arguments["x"][:64],), path)
+    with pytest.raises(ValueError, match=r"node '.*': bundles have no packed weights; got "):
+        kernel_layers(path)

@@ -14,10 +14,17 @@ import triton.language as tl
 from benchmarks.gpu.kernel_code import disassemble
 from benchmarks.gpu.layers import SHAPES
 from custom_ops.kernels.architectures import architecture
-from custom_ops.kernels.configs import FewConfig, GemmConfig, RangeConfig, default_ranges
+from custom_ops.kernels.backward_plan import backward_plan
+from custom_ops.kernels.configs import (
+    FewConfig,
+    GemmConfig,
+    MlpConfig,
+    RangeConfig,
+    default_ranges,
+)
 from custom_ops.kernels.launch_waves import launch_in_waves
 from custom_ops.kernels.layer import NoKernelsError
-from custom_ops.kernels.plan import plan
+from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
 from custom_ops.kernels.weights import _decoded
 from custom_ops.packed_weights import ENCODINGS
@@ -25,6 +32,7 @@ from custom_ops.weight_formats import packed_format
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import assert_matches
 from packed_cases import PackedCase, packed_case
+from trt_plugin.compiling.packing import layer_record
 from trt_plugin.compiling.tasks import Compiled, Task, task_for
 from trt_plugin.compiling.workers import compile_tasks
 from wave_runs import new_state, plan_in_waves
@@ -132,6 +140,20 @@ def test_shared_columns_that_blocks_do_not_fit() -> None:
     case = packed_case("experts", group=24, width=72, hidden=48)
     with pytest.raises(NoKernelsError, match=r"a power of two of columns, or .*; got 24"):
         layer_of(case)
+
+
+def test_what_takes_no_packed_weights() -> None:
+    layer = layer_of(packed_case("experts", "fp8"))
+    on = architecture("sm_90")
+    maps = replace(PATHS["gemm"][0], tensor_maps=True)
+    with pytest.raises(TypeError, match="tensor maps have no packed weights; got fp8"):
+        plan_with(layer, on, (RangeConfig(MAX_TOKENS, "gemm", maps, maps),))
+    with pytest.raises(TypeError, match="products in one kernel have no packed weights"):
+        plan_with(layer, on, (RangeConfig(MAX_TOKENS, "mlp", MlpConfig(16, 16, 4, 2), None),))
+    with pytest.raises(TypeError, match="backward passes have no packed weights"):
+        backward_plan(layer, on, train_parameters=True)
+    with pytest.raises(TypeError, match=r"bundles have weights in float32, .*; got fp8"):
+        layer_record(layer)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -106,7 +106,8 @@ def layer_record(layer: Layer) -> LayerRecord:
     layer = layer.canonical()
     shape = layer.shape
     if shape.weight_format not in KERNEL_FORMATS:
-        raise TypeError(f"bundles have no layers whose experts are packed, as in {shape}")
+        names = ", ".join(map(str, KERNEL_FORMATS))
+        raise TypeError(f"bundles have weights in {names}; got {shape.weight_format}")
     present = {"b1": shape.b1, "b2": shape.b2, "tf32": layer.tf32}
     flags = sum(FLAGS_WITHOUT_OPTION[name] for name in present if present[name])
     words: dict[int, int | float] = {size.slot.index: getattr(shape, size.name) for size in SIZES}
