@@ -26,6 +26,7 @@ from custom_ops.options import ExpertOptions, RouterOptions, WeightLayout
 from custom_ops.packed_weights import PackedMatrices
 from custom_ops.weight_formats import (
     SCALES,
+    WHOLE_MATRIX,
     ZERO_POINTS,
     WeightFormat,
     packed_format,
@@ -167,13 +168,23 @@ def _packed_format(parameters: PackedExperts) -> WeightFormat:
         weight.encoding.blocks(weight.shape[1], weight.shape[2], weight.scales.shape[1:])
         for weight in (parameters.w1, parameters.w2)
     )
+    block = next(block for block in first if block in second)
+    zero_points_block = None
+    if parameters.w1.zero_points is not None:
+        zero_points_block = WHOLE_MATRIX if _has_one_zero_point(parameters) else block
     return packed_format(
         parameters.w1.encoding.name,
         parameters.w1.dtype,
         parameters.w1.scales.dtype,
-        next(block for block in first if block in second),
-        zero_points=parameters.w1.zero_points is not None,
+        block,
+        zero_points_block=zero_points_block,
     )
+
+
+def _has_one_zero_point(parameters: PackedExperts) -> bool:
+    """Whether each expert's matrix has one, in both weights."""
+    points = (parameters.w1.zero_points, parameters.w2.zero_points)
+    return all(tensor is not None and tensor.shape[1:] == (1, 1) for tensor in points)
 
 
 def readable(
@@ -181,17 +192,23 @@ def readable(
 ) -> dict[str, Tensor]:
     """Returns a launch's inputs by name; a weight that is transposed as the memory has it."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    weights = {**_stored("w1", w1_EFD), **_stored("w2", w2_EDH)}
+    one_zero_point = isinstance(parameters, PackedExperts) and _has_one_zero_point(parameters)
+    weights = {
+        **_stored("w1", w1_EFD, one_zero_point=one_zero_point),
+        **_stored("w2", w2_EDH, one_zero_point=one_zero_point),
+    }
     tensors = {"x": x_TD, **routing, **weights, "b1": b1_EF, "b2": b2_ED}
     return {name: aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-def _stored(name: str, weight: Tensor | PackedMatrices) -> dict[str, Tensor | None]:
+def _stored(
+    name: str, weight: Tensor | PackedMatrices, *, one_zero_point: bool
+) -> dict[str, Tensor | None]:
     """Returns the tensors that store a weight."""
     if isinstance(weight, Tensor):
         return {name: _as_it_lies(weight)}
     zero_points = weight.zero_points
-    if zero_points is not None:  # One for each scale, or for each expert.
+    if zero_points is not None and not one_zero_point:
         zero_points = zero_points.expand_as(weight.scales)
     return {name: weight.values, name + SCALES: weight.scales, name + ZERO_POINTS: zero_points}
 

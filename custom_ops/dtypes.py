@@ -15,7 +15,7 @@ FLOATS = (*KERNEL_FLOATS, torch.float64)
 IDS = (torch.int32, torch.int64)
 
 #: A dtype's place is its code in a bundle; None: there is no such tensor.
-CODES: tuple[torch.dtype | None, ...] = (None, *KERNEL_FLOATS, *IDS, torch.uint8)
+CODES: tuple[torch.dtype | None, ...] = (None, *KERNEL_FLOATS, *IDS, torch.int8)
 
 #: Triton's names of the elements that a kernel's pointers point to.
 SHORT_NAMES: Mapping[torch.dtype, str] = {

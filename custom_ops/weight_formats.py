@@ -7,19 +7,21 @@ further format needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
 import torch
 
 from custom_ops.dtypes import FLOATS, KERNEL_FLOATS, dtype_name
-from custom_ops.packed_weights import encoding_of
+from custom_ops.packed_weights import ENCODINGS, WHOLE, encoding_of
 
 #: Suffixes of the tensors beside the packed values.
 SCALES, ZERO_POINTS = "_scales", "_zero_points"
 #: The block of a tensor where it is the format's :attr:`WeightFormat.block`.
 OPEN = (0, 0)
+#: The block of a tensor that has one element for an expert's whole matrix.
+WHOLE_MATRIX = (WHOLE, WHOLE)
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,29 @@ class WeightFormat:
         return self.stored == (StoredTensor("", self.operand_dtype),)
 
     @property
-    def has_zero_points(self) -> bool:
-        """Whether there are zero points beside the scales."""
-        return any(tensor.suffix == ZERO_POINTS for tensor in self.stored)
+    def scales_dtype(self) -> torch.dtype | None:
+        """Dtype of the scales; None where there are none."""
+        return next((tensor.dtype for tensor in self.stored if tensor.suffix == SCALES), None)
+
+    @property
+    def zero_points_block(self) -> tuple[int, int] | None:
+        """What shares a zero point: :attr:`block`, or a matrix; None where there are none."""
+        blocks = (self._block_of(tensor) for tensor in self.stored if tensor.suffix == ZERO_POINTS)
+        return next(blocks, None)
+
+    def canonical(self) -> WeightFormat:
+        """Returns the format without zero points that have no effect.
+
+        An ONNX node has some only so that biases may come behind them.
+        """
+        if self.is_plain or encoding_of(self.encoding).has_zero_points:
+            return self
+        used = tuple(tensor for tensor in self.stored if tensor.suffix != ZERO_POINTS)
+        return replace(self, stored=used)
 
     def shape_of(self, tensor: StoredTensor, rows: int, columns: int) -> tuple[int, int]:
         """Returns a tensor's sizes for one expert's matrix of ``rows`` by ``columns``."""
-        block_rows, block_columns = self.block if tensor.block == OPEN else tensor.block
+        block_rows, block_columns = self._block_of(tensor)
         return -(-rows // block_rows), -(-columns // block_columns)
 
     def expert_bytes(self, rows: int, columns: int) -> int:
@@ -98,6 +116,9 @@ class WeightFormat:
             prod(self.shape_of(tensor, rows, columns)) * tensor.dtype.itemsize
             for tensor in self.stored
         )
+
+    def _block_of(self, tensor: StoredTensor) -> tuple[int, int]:
+        return self.block if tensor.block == OPEN else tensor.block
 
     def __str__(self) -> str:
         return self.name
@@ -122,7 +143,7 @@ def packed_format(
     scales_dtype: torch.dtype,
     block: tuple[int, int],
     *,
-    zero_points: bool = False,
+    zero_points_block: tuple[int, int] | None = None,
 ) -> WeightFormat:
     """Returns the format of packed weights.
 
@@ -131,7 +152,8 @@ def packed_format(
         operand_dtype: Dtype of the tokens, in which the products compute.
         scales_dtype: Dtype of the scales.
         block: The rows and columns of a matrix that share a scale.
-        zero_points: Whether there are zero points.
+        zero_points_block: Those that share a zero point: ``block``, or
+            :data:`WHOLE_MATRIX`; None: there are no zero points.
 
     Raises:
         ValueError: If there is no such encoding, or it has no such blocks.
@@ -148,11 +170,14 @@ def packed_format(
         raise ValueError(f"{encoding} has no scales of {block[0]} rows and {block[1]} columns")
     stored = [StoredTensor("", torch.int8, (1, known.per_byte))]
     stored.append(StoredTensor(SCALES, scales_dtype, OPEN))
-    if zero_points:
-        stored.append(StoredTensor(ZERO_POINTS, torch.int8, OPEN))
+    if zero_points_block not in (None, block, WHOLE_MATRIX):
+        raise ValueError(f"zero points must be as the scales, or one; got {zero_points_block}")
+    if zero_points_block is not None:
+        open_or_one = OPEN if zero_points_block == block else WHOLE_MATRIX
+        stored.append(StoredTensor(ZERO_POINTS, torch.int8, open_or_one))
     return WeightFormat(encoding, operand_dtype, tuple(stored), encoding, block)
 
 
-#: The formats that bundles have kernels for. A name's place, from 1 on, is its code in a bundle: a
-#: new one comes last.
-KERNEL_FORMATS = tuple(map(plain_format, KERNEL_FLOATS))
+#: The formats that there are kernels for, by name. A name's place, from 1 on, is its code in a
+#: bundle: a new one comes last.
+FORMAT_NAMES = (*map(dtype_name, KERNEL_FLOATS), *ENCODINGS)

@@ -125,6 +125,7 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
         # Those of whole rows or matrices are as large as the larger weight: they fit 32 bits.
         "SCALE_N": min(max(weight_format.block[0], 1), max(shape.rows, shape.width)),
         "SCALE_K": min(max(weight_format.block[1], 1), max(shape.width, shape.hidden)),
+        "ONE_ZERO_POINT": weight_format.zero_points_block not in (None, weight_format.block),
         "W1_TRANSPOSED": layer.shape.layout.w1_transposed,
         "W2_TRANSPOSED": layer.shape.layout.w2_transposed,
         "PDL": _has_dependent_launch(layer, architecture),

@@ -58,6 +58,7 @@ def few_up_kernel(
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -116,6 +117,7 @@ def few_up_kernel(
             ENCODING,
             SCALE_N,
             SCALE_K,
+            ONE_ZERO_POINT,
         )
         products += w * x.to(dtype).to(tl.float32)
     z = tl.sum(products, axis=K_AXIS)
@@ -157,6 +159,7 @@ def few_down_kernel(
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -219,6 +222,7 @@ def few_down_kernel(
             ENCODING,
             SCALE_N,
             SCALE_K,
+            ONE_ZERO_POINT,
         )
         products += w * h
     if b2_ptr is not None:

@@ -177,6 +177,7 @@ def expert_up_kernel(
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
     TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -246,6 +247,7 @@ def expert_up_kernel(
                 ENCODING,
                 SCALE_N,
                 SCALE_K,
+                ONE_ZERO_POINT,
             )
             z = _add_product(x.to(dtype), w, z, SWAPPED, PRECISION)
         z = z.T if SWAPPED else z
@@ -290,6 +292,7 @@ def expert_down_kernel(
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
     TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -351,6 +354,7 @@ def expert_down_kernel(
                 ENCODING=ENCODING,
                 SCALE_N=SCALE_N,
                 SCALE_K=SCALE_K,
+                ONE_ZERO_POINT=ONE_ZERO_POINT,
             )
             y = _add_product(h, w, y, SWAPPED, PRECISION)
         y = y.T if SWAPPED else y

@@ -10,7 +10,7 @@ from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import WeightLayout
 from custom_ops.packed_weights import ENCODINGS
-from custom_ops.weight_formats import KERNEL_FORMATS, WeightFormat
+from custom_ops.weight_formats import FORMAT_NAMES, WeightFormat
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -62,10 +62,10 @@ class Layer:
             )
         if shape.weight_format.encoding in ENCODINGS:
             self._check_packed()
-        elif shape.weight_format not in KERNEL_FORMATS:
-            names = ", ".join((*map(str, KERNEL_FORMATS), *ENCODINGS))
+        elif shape.weight_format.name not in FORMAT_NAMES:
             raise TypeError(
-                f"the kernels need weight_format to be one of {names}; got {shape.weight_format}"
+                f"the kernels need weight_format to be one of {', '.join(FORMAT_NAMES)}; "
+                f"got {shape.weight_format}"
             )
         _check_dtype(shape, "tokens_dtype", KERNEL_FLOATS)
         if shape.router is None:
@@ -115,8 +115,10 @@ class Layer:
 
         So layers that compute the same share their kernels. TF32 matters to float32 products alone.
         """
-        has_tf32 = self.shape.weight_format.operand_dtype == torch.float32
-        return replace(self, shape=self.shape.canonical(), tf32=self.tf32 and has_tf32)
+        weight_format = self.shape.weight_format.canonical()
+        has_tf32 = weight_format.operand_dtype == torch.float32
+        shape = replace(self.shape.canonical(), weight_format=weight_format)
+        return replace(self, shape=shape, tf32=self.tf32 and has_tf32)
 
 
 def _check_dtype(

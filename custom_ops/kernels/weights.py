@@ -125,7 +125,7 @@ def _joined(tile, SIZE: tl.constexpr):
 def _decoded(
     w_ptr,  # [E, N, K / 2], or [E, N, K] if each element has a byte
     scales_ptr,  # [E, ceil(N / SCALE_N), ceil(K / SCALE_K)]
-    zero_points_ptr,  # as the scales, or None
+    zero_points_ptr,  # as the scales, or [E] if ONE_ZERO_POINT, or None
     expert,
     n,
     start,
@@ -136,6 +136,7 @@ def _decoded(
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
 ):
     """Returns ``w[expert, n, start:start + BLOCK_K]`` as float32, with zeros outside.
 
@@ -168,7 +169,9 @@ def _decoded(
         if zero_points_ptr is None:
             values -= 8388616.0
         else:
-            zeros = tl.load(zero_points_ptr + row * SCALES + group, mask=has_scale, other=0)
+            place = expert + n * 0 if ONE_ZERO_POINT else row * SCALES + group
+            has_zeros = inside if ONE_ZERO_POINT else has_scale
+            zeros = tl.load(zero_points_ptr + place, mask=has_zeros, other=0)
             values -= tl.expand_dims(zeros.to(tl.float32) + 8388608.0, len(n.shape))
     elif ENCODING == "mxfp4":
         values = _by_groups(_e2m1(codes), GROUPS)
@@ -201,6 +204,7 @@ def load_weights(
     ENCODING: tl.constexpr = "plain",
     SCALE_N: tl.constexpr = 1,
     SCALE_K: tl.constexpr = 1,
+    ONE_ZERO_POINT: tl.constexpr = False,
 ):
     """Returns ``w[expert].T`` at depth ``start`` and :func:`tile_columns`, BLOCK_K by BLOCK.
 
@@ -222,6 +226,7 @@ def load_weights(
             ENCODING,
             SCALE_N,
             SCALE_K,
+            ONE_ZERO_POINT,
         )
         tile = tile.to(dtype).T
     elif TENSOR_MAP:
@@ -266,6 +271,7 @@ def weights_at(
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
 ):
     """Returns ``w[expert, n, start:start + BLOCK_K]`` of ``dtype`` as float32, zeros outside.
 
@@ -290,6 +296,7 @@ def weights_at(
             ENCODING,
             SCALE_N,
             SCALE_K,
+            ONE_ZERO_POINT,
         )
         tile = tile.to(dtype)
     else:

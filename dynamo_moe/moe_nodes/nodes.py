@@ -26,7 +26,13 @@ from custom_ops.options import (
     WeightLayout,
 )
 from custom_ops.packed_weights import WHOLE
-from custom_ops.weight_formats import WeightFormat, packed_format, plain_format
+from custom_ops.weight_formats import (
+    WHOLE_MATRIX,
+    ZERO_POINTS,
+    WeightFormat,
+    packed_format,
+    plain_format,
+)
 from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES, is_own_domain
 
 DOMAIN = OWN_DOMAIN
@@ -148,7 +154,7 @@ def parse(node: ir.Node) -> MoENode:
     shape = LayerShape(
         **sizes,
         tokens_dtype=dtypes["x"],
-        weight_format=_weight_format(node, dtypes),
+        weight_format=_weight_format(node, inputs, dtypes),
         options=ExpertOptions(**_options(node, EXPERT_OPTIONS)),
         router=router,
         routing_dtype=dtypes[routing],
@@ -161,19 +167,32 @@ def parse(node: ir.Node) -> MoENode:
     return MoENode(shape, _attribute(node, RESIDENT_EXPERTS, int, 0) or None, inputs)
 
 
-def _weight_format(node: ir.Node, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+def _weight_format(
+    node: ir.Node, inputs: Mapping[str, ir.Value], dtypes: Mapping[str, torch.dtype]
+) -> WeightFormat:
     if node.op_type not in (DROPLESS_PACKED, EXPERTS_PACKED):
         return plain_format(dtypes["w1"])
+    block = (
+        _attribute(node, BLOCK_ROWS, int, 1) or WHOLE,
+        _attribute(node, BLOCK_SIZE, int) or WHOLE,
+    )
+    zero_points = [value for name, value in inputs.items() if name.endswith(ZERO_POINTS)]
+    zero_points_block = None
+    if zero_points:
+        zero_points_block = WHOLE_MATRIX if all(map(_is_one, zero_points)) else block
     return packed_format(
         _attribute(node, WEIGHT_FORMAT, str),
         dtypes["x"],
         dtypes["w1_scales"],
-        (
-            _attribute(node, BLOCK_ROWS, int, 1) or WHOLE,
-            _attribute(node, BLOCK_SIZE, int) or WHOLE,
-        ),
-        zero_points="w1_zero_points" in dtypes,
+        block,
+        zero_points_block=zero_points_block,
     )
+
+
+def _is_one(value: ir.Value) -> bool:
+    """Whether a tensor of zero points has one for each expert, and not for each scale."""
+    shape = value.shape if value.const_value is None else value.const_value.shape
+    return shape is not None and tuple(shape)[1:] == (1, 1)
 
 
 # By whether there is a router: the inputs that ``routing_dtype`` and ``weights_dtype`` are of.

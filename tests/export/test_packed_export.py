@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,20 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dynamo_moe
+from custom_ops.weight_formats import WHOLE_MATRIX
 from dynamo_moe.files.kernel_layers import kernel_layers
 from moe_cases import OPS
-from packed_cases import PackedCase, packed_case
+from packed_cases import PackedLayer, packed_case
 
 GATED: dict[str, Any] = {"activation": "silu", "gated": True}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gated": GATED | {"biases": False},
-    "interleaved": GATED | {"interleaved": True, "zero_points": True},
-    "zero points alone": GATED | {"biases": False, "zero_points": True},
+    "interleaved": GATED | {"interleaved": True, "zero_points": "groups"},
+    "zero points alone": GATED | {"biases": False, "zero_points": "groups"},
     "biases alone": GATED | {"scales_dtype": torch.bfloat16},
     "half scales": {"scales_dtype": torch.float16, "group": 16, "biases": False},
     "on input": GATED | {"weight_on_input": True},
@@ -37,27 +39,8 @@ _OF_QMOE = [
 ]
 
 
-class Layer(nn.Module):
-    """A call whose tensors are the module's."""
-
-    def __init__(self, case: PackedCase) -> None:
-        super().__init__()
-        self.case = case
-        for name, value in case.arguments.items():
-            if isinstance(value, Tensor) and name != "x":
-                self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        held = {name: getattr(self, name, value) for name, value in self.case.arguments.items()}
-        if self.case.plain.op == "experts":
-            tokens = x.flatten(0, -2).shape[0]
-            for name in ("expert_ids", "expert_weights"):
-                held[name] = held[name][:tokens].view(*x.shape[:-1], held[name].shape[-1])
-        return self.case.overload(**{**held, "x": x}, **self.case.options)
-
-
-def layer(op: str, **options: Any) -> Layer:
-    return Layer(packed_case(op, shape=(64 * 20,), **options)).eval()
+def layer(op: str, **options: Any) -> PackedLayer:
+    return PackedLayer(packed_case(op, shape=(64 * 20,), **options)).eval()
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -85,7 +68,7 @@ def test_one_node_that_runs(op: str, form: str, body: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize("body", ["loop", "unrolled"])
 def test_blocks_that_are_cut_off(body: Any, form: str, tmp_path: Path) -> None:
     case = packed_case("dropless", form, width=200, hidden=144, biases=False, shape=(5,), **GATED)
-    model, path = Layer(case).eval(), tmp_path / "layer.onnx"
+    model, path = PackedLayer(case).eval(), tmp_path / "layer.onnx"
     dynamo_moe.export(model, (torch.zeros(2, 200),), path, body=body)
     session = ort.InferenceSession(path)
     for batch in (0, 1, 3, 900):
@@ -105,7 +88,7 @@ def test_half_precision_tokens(tmp_path: Path) -> None:
 
 
 def test_the_file_has_the_bytes(tmp_path: Path) -> None:
-    model = layer("dropless", zero_points=True, biases=False)
+    model = layer("dropless", zero_points="groups", biases=False)
     dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "layer.onnx")
     file = onnx.load(tmp_path / "layer.onnx")
     (node,) = (node for node in file.graph.node if node.op_type == "DroplessMoEPacked")
@@ -166,7 +149,10 @@ def test_groups_that_onnx_runtime_s_operator_does_not_take(group: int, tmp_path:
     message = rf"QMoE takes groups of 16, 32, 64, \.\.\. values, got {group}"
     with pytest.raises(ValueError, match=message):
         dynamo_moe.export(
-            Layer(case).eval(), (torch.zeros(2, 48),), tmp_path / "x.onnx", target="onnxruntime"
+            PackedLayer(case).eval(),
+            (torch.zeros(2, 48),),
+            tmp_path / "x.onnx",
+            target="onnxruntime",
         )
 
 
@@ -176,10 +162,15 @@ def test_formats_that_onnx_runtime_s_operator_does_not_run(tmp_path: Path) -> No
         dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime")
 
 
-@pytest.mark.parametrize("form", ["plain", "mxfp4", "fp8"])
-def test_bundles_have_no_packed_weights(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_has_the_layer_of_its_kernels(form: str, tmp_path: Path) -> None:
     model = layer("dropless", **FORMS[form])
     path = tmp_path / "model.onnx"
     dynamo_moe.export(model, (model.case.arguments["x"][:64],), path)
-    with pytest.raises(ValueError, match=r"node '.*': bundles have no packed weights; got "):
-        kernel_layers(path)
+    (stored,) = kernel_layers(path)
+    weight_format = model.case.format()
+    if form in ("plain", "on input", "biases alone"):
+        # Where biases come behind them, there are zero points, and one for each expert.
+        assert stored.shape.weight_format.zero_points_block == WHOLE_MATRIX
+        weight_format = replace(weight_format, stored=stored.shape.weight_format.stored)
+    assert stored.shape.weight_format == weight_format

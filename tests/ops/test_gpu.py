@@ -61,8 +61,8 @@ def ranges(path: str) -> tuple[RangeConfig, ...]:
 @pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows"])
 def test_packed_experts(form, dtype, tokens, op):
     case = packed_case(
-        op, form, group=32, zero_points=form == "int4", shape=(tokens,), width=512, hidden=256,
-        experts=8, dtype=dtype, **GATED,
+        op, form, group=32, zero_points="groups" if form == "int4" else "", shape=(tokens,),
+        width=512, hidden=256, experts=8, dtype=dtype, **GATED,
     )  # fmt: skip
     on_gpu = {name: t.cuda() for name, t in case.arguments.items() if isinstance(t, torch.Tensor)}
     result = case.overload(**case.arguments | on_gpu, **case.options)

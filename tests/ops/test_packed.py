@@ -156,7 +156,7 @@ def test_few_tokens(op: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 @both_ops
 def test_gradients_are_those_of_the_decoded(op: str, biases: bool) -> None:
-    case = packed_case(op, biases=biases, zero_points=True, activation="silu", gated=True)
+    case = packed_case(op, biases=biases, zero_points="groups", activation="silu", gated=True)
     results = []
     for each in (case, case.decoded()):
         names = [n for n, t in case.plain.floats.items() if n not in ("w1", "w2")]
@@ -201,7 +201,7 @@ def test_autocast_changes_nothing(op: str) -> None:
 
 @both_ops
 def test_compiled(op: str) -> None:
-    case = packed_case(op, zero_points=True)
+    case = packed_case(op, zero_points="groups")
     compiled = torch.compile(lambda x: case.changed(x=x)(), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(case.plain.arguments["x"]), case())
 
@@ -293,9 +293,8 @@ def test_functions_call_the_operators() -> None:
 
 
 def test_formats() -> None:
-    int4 = packed_format("int4", torch.bfloat16, torch.float16, (1, 32), zero_points=True)
+    int4 = packed_format("int4", torch.bfloat16, torch.float16, (1, 32), zero_points_block=(1, 32))
     assert int4.expert_bytes(64, 96) == 64 * (48 + 3 * 2 + 3)
-    assert int4.has_zero_points
     assert not int4.is_plain
     with pytest.raises(
         ValueError, match="weight_format must be one of int4, mxfp4, fp8; got 'int3'"

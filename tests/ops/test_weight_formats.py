@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from custom_ops.dtypes import KERNEL_FLOATS
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.configs import shape_key
 from custom_ops.kernels.layer import Layer
@@ -14,7 +15,7 @@ from custom_ops.kernels.plan import plan
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions
 from custom_ops.weight_formats import (
-    KERNEL_FORMATS,
+    FORMAT_NAMES,
     OPEN,
     StoredTensor,
     WeightFormat,
@@ -59,8 +60,9 @@ def test_the_bytes_of_a_layer_s_experts():
 
 
 def test_plain_formats():
-    assert [str(each) for each in KERNEL_FORMATS] == ["float32", "float16", "bfloat16"]
-    assert all(each.is_plain for each in KERNEL_FORMATS)
+    plain = [plain_format(dtype) for dtype in KERNEL_FLOATS]
+    assert [str(each) for each in plain] == ["float32", "float16", "bfloat16"]
+    assert all(each.is_plain for each in plain)
     assert not PACKED.is_plain
     with pytest.raises(TypeError, match=r"weights must be one of float32, .*; got int8"):
         plain_format(torch.int8)
@@ -81,7 +83,7 @@ def test_a_format_without_kernels_is_refused():
 
 @pytest.fixture
 def _with_kernels(monkeypatch):
-    monkeypatch.setattr("custom_ops.kernels.layer.KERNEL_FORMATS", (*KERNEL_FORMATS, PACKED))
+    monkeypatch.setattr("custom_ops.kernels.layer.FORMAT_NAMES", (*FORMAT_NAMES, PACKED.name))
 
 
 @pytest.mark.usefixtures("_with_kernels")
@@ -102,5 +104,6 @@ def test_every_tensor_of_a_weight_has_slots_and_is_copied():
 
 @pytest.mark.usefixtures("_with_kernels")
 def test_a_measured_configuration_is_of_a_format():
-    keys = {shape_key(Layer(replace(SHAPE, weight_format=each))) for each in KERNEL_FORMATS}
+    plain = map(plain_format, KERNEL_FLOATS)
+    keys = {shape_key(Layer(replace(SHAPE, weight_format=each))) for each in plain}
     assert shape_key(Layer(SHAPE)) not in keys

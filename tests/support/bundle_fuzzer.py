@@ -33,7 +33,11 @@ def seed_bundles() -> list[bytes]:
     from trt_plugin.compiling import limit_tokens
 
     layer = parse_spec("experts=4,top_k=2,width=136,hidden=72,dtype=fp16,op=experts,gated,b1")
-    layers = (layer, replace(layer, resident_experts=2))
+    packed = parse_spec(
+        "experts=4,top_k=2,width=128,hidden=64,dtype=fp16,gated,b1,weight_format=int4,block_size=32,"
+        "zero_points=scales"
+    )
+    layers = (layer, replace(layer, resident_experts=2), packed)
     plans = (
         limit_tokens(plan(each, architecture(name)), 50)
         for each in layers

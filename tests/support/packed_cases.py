@@ -6,15 +6,15 @@ Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K = t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.options import ROUTER_OPTIONS
 from custom_ops.packed_weights import blocks_of, encoding_of
-from custom_ops.weight_formats import WeightFormat, packed_format
+from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format
 from moe_cases import Case, make_case
 
 #: A batch whose tokens have odd numbers.
@@ -62,9 +62,15 @@ class PackedCase:
         assert scales is not None
         _, rows, columns = self.plain.arguments["w1"].shape
         block, *_ = encoding_of(self.weight_format).blocks(rows, columns, scales.shape[1:])
-        zero_points = self.packed["w1_zero_points"] is not None
+        zero_points, zero_points_block = self.packed["w1_zero_points"], None
+        if zero_points is not None:
+            zero_points_block = WHOLE_MATRIX if zero_points.shape[1:] == (1, 1) else block
         return packed_format(
-            self.weight_format, x.dtype, scales.dtype, block, zero_points=zero_points
+            self.weight_format,
+            x.dtype,
+            scales.dtype,
+            block,
+            zero_points_block=zero_points_block,
         )
 
     def changed(self, **changes: Any) -> PackedCase:
@@ -99,12 +105,31 @@ class PackedCase:
         return reference.experts(a["x"], *routing, *weights, ExpertOptions(**options))
 
 
+class PackedLayer(nn.Module):
+    """A call whose tensors are the module's."""
+
+    def __init__(self, case: PackedCase) -> None:
+        super().__init__()
+        self.case = case
+        for name, value in case.arguments.items():
+            if isinstance(value, Tensor) and name != "x":
+                self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = {name: getattr(self, name, value) for name, value in self.case.arguments.items()}
+        if self.case.plain.op == "experts":
+            tokens = x.flatten(0, -2).shape[0]
+            for name in ("expert_ids", "expert_weights"):
+                held[name] = held[name][:tokens].view(*x.shape[:-1], held[name].shape[-1])
+        return self.case.overload(**{**held, "x": x}, **self.case.options)
+
+
 def packed_case(
     op: str,
     weight_format: str = "int4",
     *,
     group: int | None = None,
-    zero_points: bool = False,
+    zero_points: Literal["", "groups", "experts"] = "",
     scales_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] = SHAPE,
@@ -115,7 +140,8 @@ def packed_case(
 ) -> PackedCase:
     """Returns a random call, scaled so that results are around 1.
 
-    The format ``fp8`` may have a form behind it: ``fp8 rows``, ``fp8 whole``.
+    The format ``fp8`` may have a form behind it: ``fp8 rows``, ``fp8 whole``. Zero points are one
+    for each group, or for each expert.
     """
     name, _, form = weight_format.partition(" ")
     group = group or (32 if name == "mxfp4" else 8)
@@ -141,5 +167,6 @@ def packed_case(
             packed[weight] = numbers.to(torch.float8_e4m3fn).view(torch.int8)
             scales = torch.rand(experts, *size, generator=generator) + 0.5
             packed[f"{weight}_scales"] = (scales / columns**0.5).to(scales_dtype)
+        zeros = zeros[:, :1, :1].contiguous() if zero_points == "experts" else zeros
         packed[f"{weight}_zero_points"] = zeros if zero_points else None
     return PackedCase(case, name, packed)

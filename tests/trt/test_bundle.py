@@ -21,7 +21,8 @@ from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import CLAMPED, PRE_NORMS
-from custom_ops.weight_formats import plain_format
+from custom_ops.packed_weights import ENCODINGS
+from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format, plain_format
 from layer_changes import changed
 from random_layers import groups
 from random_programs import programs
@@ -60,7 +61,7 @@ def test_a_program_is_the_same_in_a_bundle_and_out_of_it() -> None:
 def test_equal_parts_are_stored_once() -> None:
     data = program(kernels=(kernel("one"), kernel("other"))).data
     assert data.count(kernel().image) == 1
-    expressions_of = records.TABLE_ENTRY.unpack_from(data, 128 + 16 * 7)[1]
+    expressions_of = records.TABLE_ENTRY.unpack_from(data, 144 + 16 * 7)[1]
     assert expressions_of == len({ONE, TOKENS, TILES})
 
 
@@ -205,6 +206,20 @@ sizes = st.integers(1, 512).map(lambda size: 8 * size)
 
 
 @st.composite
+def packed_formats(draw: st.DrawFn) -> WeightFormat:
+    name = draw(st.sampled_from(list(ENCODINGS)))
+    encoding = ENCODINGS[name]
+    block = (1, 2 ** draw(st.integers(3, 12)))
+    if encoding.block is not None:
+        block = draw(st.sampled_from([encoding.block, *encoding.any_of]))
+    zero_points = None
+    if encoding.has_zero_points:
+        zero_points = draw(st.sampled_from([None, block, WHOLE_MATRIX]))
+    scales = draw(st.sampled_from(encoding.scales_dtypes))
+    return packed_format(name, draw(floats), scales, block, zero_points_block=zero_points)
+
+
+@st.composite
 def layers(draw: st.DrawFn) -> Layer:
     activation = draw(st.sampled_from(ACTIVATIONS))
     gated = activation in CLAMPED or draw(st.booleans())
@@ -227,10 +242,13 @@ def layers(draw: st.DrawFn) -> Layer:
         scaling = draw(st.floats(-10, 10))
         grouped = draw(groups(experts, top_k))
         router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
-    flags = ("b1", "b2", "tf32", "w1_transposed", "w2_transposed")
+    weight_format = draw(st.builds(plain_format, floats) | packed_formats())
+    flags: tuple[str, ...] = ("b1", "b2", "tf32")
+    if weight_format.is_plain:
+        flags = (*flags, "w1_transposed", "w2_transposed")
     shape = LayerShape(
         *(experts, draw(sizes), draw(sizes), top_k),
-        *(draw(floats), plain_format(draw(floats)), options, router),
+        *(draw(floats), weight_format, options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
         selection_dtype=draw(st.none() | floats) if router else None,
@@ -242,7 +260,7 @@ def layers(draw: st.DrawFn) -> Layer:
 @given(layers())
 def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> None:
     record = layer_record(layer)
-    assert len(record.to_bytes()) == 96
+    assert len(record.to_bytes()) == 112
     assert layer_record(layer.canonical()) == record
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record

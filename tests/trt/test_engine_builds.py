@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from engine_checks import programs_of
 from engine_command import Done, run_commands
+from packed_cases import PackedLayer, packed_case
 from standin import ROOT
 from tensorrt_wheels import RTX, install
 from trt_plugin.bundle import Bundle
@@ -105,6 +107,34 @@ def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built
     assert stored == given
     assert contents.architectures == ("sm_89", "sm_120")
     assert contents.library is None
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "int4": {"zero_points": "groups", "biases": False},
+    "mxfp4": {"interleaved": True},
+    "fp8": {"scales_dtype": torch.float16},
+}
+
+
+def test_packed_weights_reach_the_plugin_as_they_are(tmp_path):
+    commands = []
+    for name, options in PACKED.items():
+        case = packed_case(
+            "dropless", name, shape=(4,), dtype=torch.float16, width=64, gated=True,
+            activation="silu", **options,
+        )  # fmt: skip
+        path = tmp_path / f"{name}.onnx"
+        dynamo_moe.export(PackedLayer(case).eval(), (case.arguments["x"],), path)
+        bundle_of(path, ["sm_89", "sm_120"]).save(path.with_suffix(".moek"))
+        commands.append(("engine", path, "--shapes", "x=1x64:4x64:64x64", "--json"))
+    for name, done in zip(PACKED, run_commands(*commands), strict=True):
+        assert done.code == 0, done
+        report = json.loads(done.out)
+        assert report["architectures"] == ["sm_89", "sm_120"]
+        (plugin,) = report["plugin_layers"]
+        assert plugin["plugin"] == "DroplessMoEPacked"
+        stored = trt_plugin.read_engine(tmp_path / f"{name}.engine").programs
+        assert {each.program.layer.to_dict()["weight_format"] for each in stored} == {name}
 
 
 def test_layers_may_have_kernels_for_different_architectures(folder, built):

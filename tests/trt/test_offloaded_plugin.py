@@ -283,7 +283,7 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     changed = fields[1] | {"programs_name": older}
     assert tensorrt.create(NAMES["experts"], changed, RUNTIME, version=VERSION) is None
     (error,) = tensorrt.messages()
-    assert "programs_name must have 112 bytes, got 104: build the engine with this version" in error
+    assert "programs_name must have 128 bytes, got 120: build the engine with this version" in error
     loaded = [tensorrt.create(NAMES["experts"], each, RUNTIME, "layer", VERSION) for each in fields]
     size = loaded[0].workspace(described, described[0])
     for plugin in loaded:

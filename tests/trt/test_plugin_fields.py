@@ -56,7 +56,7 @@ def test_fields_of_an_engine(tensorrt_host, stored, name):
 
 def test_the_other_operators_program(tensorrt_host, stored):
     assert tensorrt_host.create("DroplessMoEExperts", {"programs": stored}, RUNTIME) is None
-    assert the_error(tensorrt_host) == "field programs is of the other operator"
+    assert the_error(tensorrt_host) == "field programs is of DroplessMoE"
 
 
 def test_programs_of_several_layers(driver, tensorrt_host, tmp_path):

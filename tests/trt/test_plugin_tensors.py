@@ -40,11 +40,11 @@ BAD_TENSORS = {
     ),
     "integers": (
         {"x": shaped(5, 16, dtype=torch.int32)},
-        "x must be float32, float16 or bfloat16, got TensorRT's type 3",
+        "x must be one of float32, float16, bfloat16; got TensorRT's type 3",
     ),
     "int8": (
         {"w1": shaped(5, 24, 16, dtype=torch.int8)},
-        "w1 must be float32, float16 or bfloat16, got TensorRT's type 2",
+        "w1 must be one of float32, float16, bfloat16; got TensorRT's type 2",
     ),
     "format": ({"w1": shaped(5, 24, 16, format=2)}, "w1 must be in linear format, got format 2"),
 }
@@ -108,7 +108,7 @@ def test_tensors_at_run_time(tensorrt_host, stored, layer, name):
     inputs = changed(case, **changes)
     assert plugin.shape_change(inputs, inputs[0]) == INVALID_ARGUMENT
     error = the_error(tensorrt_host)
-    assert message in error or "w1 must be float32, got none (TensorRT's type 2)" in error
+    assert message in error or "w1 must be float32, got int8 (TensorRT's type 2)" in error
     plugin.destroy()
 
 

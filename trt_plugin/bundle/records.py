@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trt_plugin.native import call_for_json
 
-VERSION = 4
+VERSION = 5
 # Images, and programs in a file, begin at multiples of this.
 IMAGE_ALIGNMENT = 64
 
@@ -29,7 +29,7 @@ PROGRAM_HEADER = Struct("<8sIIQII")
 #: Offset, number of records.
 TABLE_ENTRY = Struct("<QQ")
 
-LAYER = Struct("<12I4f8I")
+LAYER = Struct("<12I4f10I8x")
 #: First and last token; first launch, launches, those of a wave, those after the waves; first
 #: buffer, buffers; waves; reserved.
 RANGE = Struct("<2q8I")
@@ -69,7 +69,10 @@ PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_EN
 #: The operators' tensors, in the order of the launcher's C interface.
 TENSORS = (
     *("x", "router_weight", "router_bias", "selection_bias"),
-    *("expert_ids", "expert_weights", "w1", "b1", "w2", "b2", "y"),
+    *("expert_ids", "expert_weights"),
+    *("w1", "w1_scales", "w1_zero_points", "b1"),
+    *("w2", "w2_scales", "w2_zero_points", "b2"),
+    "y",
 )
 #: Bytes of a kernel's parameter by the argument's kind.
 PARAMETER_BYTES = {
@@ -120,8 +123,10 @@ class LayerRecord(NamedTuple):
         selection_dtype: The dtype of selection_bias (0: none).
         resident_experts: Slots of a layer whose experts are offloaded (0: all are resident).
         weight_format: How w1 and w2 are stored; a code.
-        block_rows: Rows of the block that the format leaves open (0: it leaves none open).
-        block_columns: Its columns.
+        block_rows: Rows of an expert's matrix that share a scale (0: all, or there are no scales).
+        block_columns: Its columns that do.
+        scales_dtype: The dtype of the scales (0: there are none).
+        zero_points: 1 one for each scale, 2 one for each expert (0: there are none).
     """
 
     operator: int
@@ -148,6 +153,8 @@ class LayerRecord(NamedTuple):
     weight_format: int = 0
     block_rows: int = 0
     block_columns: int = 0
+    scales_dtype: int = 0
+    zero_points: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -155,7 +162,7 @@ class LayerRecord(NamedTuple):
         return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
 
     def to_bytes(self) -> bytes:
-        """The 96 bytes."""
+        """The 112 bytes."""
         return LAYER.pack(*self)
 
     def to_dict(self) -> dict[str, int | float | bool | str]:

@@ -73,8 +73,16 @@ def layer_text(layer: dict[str, Any]) -> str:
     return (
         f"{layer['operator']}, {layer['top_k']} of {layer['experts']} experts{resident}, "
         f"{layer['width']} x {layer['hidden']}, {gated}{layer['activation']}{flags}, "
-        f"{' and '.join(dtypes)}"
+        f"{' and '.join(dtypes)}{_packed_text(layer)}"
     )
+
+
+def _packed_text(layer: dict[str, Any]) -> str:
+    """How the weights are packed; "" where they are not."""
+    if "scales_dtype" not in layer:
+        return ""
+    rows, columns = (layer[name] or "all" for name in ("block_rows", "block_columns"))
+    return f", {layer['weight_format']} weights with scales of {rows} x {columns}"
 
 
 def _tokens(ranges: list[dict[str, Any]], kernel: int) -> str:

@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from custom_ops.dtypes import CODES, dtype_name
+import torch
+
+from custom_ops.dtypes import CODES, KERNEL_FLOATS, dtype_name
 from custom_ops.kernels.expressions import OPERATIONS
 from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
 from custom_ops.options import (
@@ -22,7 +24,8 @@ from custom_ops.options import (
     Flag,
     Option,
 )
-from custom_ops.weight_formats import KERNEL_FORMATS
+from custom_ops.packed_weights import ENCODINGS
+from custom_ops.weight_formats import FORMAT_NAMES
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, SYMBOLS, TENSORS
 
 FILE = Path(__file__).parents[1] / "csrc" / "bundle" / "layer_table.inc"
@@ -91,19 +94,17 @@ def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[
 
 def _formats() -> Iterator[str]:
     """Yields the formats of weights; that of code 0 is none."""
-    rows = ['{"none", kNoneTensors, 1, 0}']
-    yield "inline constexpr StoredTensor kNoneTensors[] = {{0, 1, 1}};"
-    for weights in KERNEL_FORMATS:
-        name = f"{_constant(weights.name)}Tensors"
-        tensors = (
-            f"{{{CODES.index(t.dtype)}, {t.block[0]}, {t.block[1]}}}" for t in weights.stored
-        )
-        yield f"inline constexpr StoredTensor {name}[] = {{{', '.join(tensors)}}};"
-        operands = CODES.index(weights.operand_dtype)
-        rows.append(f"{{{_text(weights.name)}, {name}, {len(weights.stored)}, {operands}}}")
     yield "// A format's place is its code."
     yield "inline constexpr WeightFormat kWeightFormats[] = {"
-    yield from (f"    {row}," for row in rows)
+    yield '    {"none", 0, 1, 0, false},'
+    for code, dtype in enumerate(KERNEL_FLOATS, 1):
+        yield f"    {{{_text(FORMAT_NAMES[code - 1])}, {CODES.index(dtype)}, 1, 0, false}},"
+    values = CODES.index(torch.int8)
+    for encoding in ENCODINGS.values():
+        scales = sum(1 << CODES.index(dtype) for dtype in encoding.scales_dtypes)
+        zero_points = str(encoding.has_zero_points).lower()
+        name = _text(encoding.name)
+        yield f"    {{{name}, {values}, {encoding.per_byte}, {scales}, {zero_points}}},"
     yield "};"
 
 
@@ -111,6 +112,7 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
     yield _text(option.flag)
     yield _text(option.attribute)
     yield "true" if router else "false"
+    yield "true" if option in LAYOUT_OPTIONS else "false"
     yield "Option::kName" if option.names else f"Option::{_constant(option.type.__name__)}"
     slot = option.slot
     yield from map(str, (FLAGS_WORD, slot.bit) if isinstance(slot, Flag) else (slot.index, 0))

@@ -10,7 +10,8 @@ from custom_ops.dtypes import CODES
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import SIZES, Flag
-from custom_ops.weight_formats import KERNEL_FORMATS
+from custom_ops.packed_weights import WHOLE
+from custom_ops.weight_formats import FORMAT_NAMES, WHOLE_MATRIX, WeightFormat
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
     Argument,
@@ -105,9 +106,6 @@ def layer_record(layer: Layer) -> LayerRecord:
     """Returns a layer as a bundle stores it; options without an effect are 0."""
     layer = layer.canonical()
     shape = layer.shape
-    if shape.weight_format not in KERNEL_FORMATS:
-        names = ", ".join(map(str, KERNEL_FORMATS))
-        raise TypeError(f"bundles have weights in {names}; got {shape.weight_format}")
     present = {"b1": shape.b1, "b2": shape.b2, "tf32": layer.tf32}
     flags = sum(FLAGS_WITHOUT_OPTION[name] for name in present if present[name])
     words: dict[int, int | float] = {size.slot.index: getattr(shape, size.name) for size in SIZES}
@@ -120,25 +118,33 @@ def layer_record(layer: Layer) -> LayerRecord:
                 flags |= row.slot.bit if row.code(value) else 0
             else:
                 words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
-    weight_format = shape.weight_format
-    block_rows, block_columns = weight_format.block
     dtypes = (
         shape.tokens_dtype,
-        weight_format.bias_dtype,
+        shape.weight_format.bias_dtype,
         shape.routing_dtype,
         shape.weights_dtype,
     )
     further = {
         "selection_dtype": CODES.index(shape.selection_dtype),
         "resident_experts": layer.resident_experts or 0,
-        "weight_format": 1 + KERNEL_FORMATS.index(weight_format),
-        "block_rows": block_rows,
-        "block_columns": block_columns,
+        **_storage(shape.weight_format),
     }
     words |= {LayerRecord._fields.index(name): word for name, word in further.items()}
     head = (int(shape.router is None), *map(CODES.index, dtypes), flags)
     indices = range(len(head), len(LayerRecord._fields))
     return LayerRecord(*head, *(words.get(index, 0) for index in indices))
+
+
+def _storage(weight_format: WeightFormat) -> dict[str, int]:
+    block_rows, block_columns = (0 if size == WHOLE else size for size in weight_format.block)
+    zero_points = weight_format.zero_points_block
+    return {
+        "weight_format": 1 + FORMAT_NAMES.index(weight_format.name),
+        "block_rows": block_rows,
+        "block_columns": block_columns,
+        "scales_dtype": CODES.index(weight_format.scales_dtype),
+        "zero_points": 0 if zero_points is None else 1 + (zero_points == WHOLE_MATRIX),
+    }
 
 
 def _float32(value: float) -> float:

@@ -18,7 +18,8 @@ from custom_ops.options import (
     RouterOptions,
     WeightLayout,
 )
-from custom_ops.weight_formats import plain_format
+from custom_ops.packed_weights import ENCODINGS, WHOLE
+from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format, plain_format
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -41,8 +42,11 @@ def parse_spec(text: str) -> Layer:
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
             (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
             ``selection_bias`` adds a selection bias of fp32. ``resident_experts`` is how many
-            experts are on the device at a time (default: all). The rest are the operator's options
-            and the flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
+            experts are on the device at a time (default: all). ``weight_format`` packs the weights:
+            ``int4``, ``mxfp4`` or ``fp8``; ``block_size`` columns and ``block_rows`` rows share a
+            scale (0: all) of ``scales_dtype``, and ``zero_points`` are ``none``, one for each of
+            ``scales``, or one for each of ``experts``. The rest are the operator's options and the
+            flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.
@@ -95,14 +99,20 @@ _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
 _LAYOUT = {option.name: _READERS[option.type] for option in LAYOUT_OPTIONS}
 _KEYS: dict[str, _Reader] = {
     "op": partial(_known, known=("dropless", "experts")),
-    **dict.fromkeys((*_SIZES, "resident_experts"), _integer),
+    **dict.fromkeys((*_SIZES, "resident_experts", "block_size", "block_rows"), _integer),
     **dict.fromkeys(
-        ("dtype", "tokens_dtype", "experts_dtype", "routing_dtype", "weights_dtype"), _dtype
+        (
+            *("dtype", "tokens_dtype", "experts_dtype", "routing_dtype", "weights_dtype"),
+            "scales_dtype",
+        ),
+        _dtype,
     ),
     **_EXPERTS,
     **_ROUTER,
     **dict.fromkeys(("router_bias", "selection_bias", "b1", "b2", "tf32"), _flag),
     **_LAYOUT,
+    "weight_format": partial(_known, known=tuple(ENCODINGS)),
+    "zero_points": partial(_known, known=("none", "scales", "experts")),
 }
 
 
@@ -142,7 +152,7 @@ def _layer(values: dict[str, Any]) -> Layer:
     shape = LayerShape(
         **{key: values[key] for key in _SIZES},
         tokens_dtype=values.get("tokens_dtype", dtype),
-        weight_format=plain_format(values.get("experts_dtype", dtype)),
+        weight_format=_weight_format(values, dtype),
         options=ExpertOptions(**_present(_EXPERTS, values)),
         router=RouterOptions(values["top_k"], **_present(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
@@ -153,3 +163,25 @@ def _layer(values: dict[str, Any]) -> Layer:
         layout=WeightLayout(**_present(_LAYOUT, values)),
     )
     return Layer(shape, values.get("tf32", False), values.get("resident_experts"))
+
+
+def _weight_format(values: dict[str, Any], dtype: torch.dtype) -> WeightFormat:
+    operands = values.get("experts_dtype", dtype)
+    name = values.get("weight_format")
+    if name is None:
+        extra = _present(("block_size", "block_rows", "scales_dtype", "zero_points"), values)
+        if extra:
+            raise ValueError(f"{', '.join(extra)} need weight_format")
+        return plain_format(operands)
+    encoding = ENCODINGS[name]
+    rows, columns = encoding.block or (1, 0)
+    block = (values.get("block_rows", rows) or WHOLE, values.get("block_size", columns) or WHOLE)
+    scales = encoding.scales_dtypes[0] if len(encoding.scales_dtypes) == 1 else operands
+    zero_points = {"none": None, "scales": block, "experts": WHOLE_MATRIX}
+    return packed_format(
+        name,
+        operands,
+        values.get("scales_dtype", scales),
+        block,
+        zero_points_block=zero_points[values.get("zero_points", "none")],
+    )

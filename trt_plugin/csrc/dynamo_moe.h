@@ -30,7 +30,7 @@ typedef enum dynamo_moe_status {
   DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
 } dynamo_moe_status;
 
-/* The bundle's layer record: 96 bytes, compared as bytes. */
+/* The bundle's layer record: 112 bytes, compared as bytes. */
 typedef struct dynamo_moe_layer {
   uint32_t op;
   uint32_t tokens_dtype;
@@ -55,14 +55,18 @@ typedef struct dynamo_moe_layer {
   uint32_t resident_experts; /* Slots for experts whose w1 and w2 lie in host memory (0: none). */
   uint32_t weight_format;    /* How w1 and w2 are stored. */
   uint32_t block_rows;       /* The (out, in) sizes of the part of an expert's matrix that has a */
-  uint32_t
-      block_columns; /* scale of its own, where the format leaves them open (0: it does not). */
+  uint32_t block_columns;    /* scale of its own (0: all, or there are no scales). */
+  uint32_t scales_dtype;     /* 0: there are none. */
+  uint32_t zero_points;      /* 1: one for each scale; 2: one for each expert (0: none). */
+  uint32_t reserved[2];      /* 0. */
 } dynamo_moe_layer;
 
 /* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are
  * contiguous: x, y [T, D]; router_weight [E, D]; router_bias, selection_bias [E]; expert_ids,
  * expert_weights [T, K]; w1 [E, F, D], or [E, D, F] where the layer has it transposed; b1 [E, F];
- * w2 [E, D, H], or [E, H, D]; b2 [E, D], with F = H, or 2H when gated. */
+ * w2 [E, D, H], or [E, H, D]; b2 [E, D], with F = H, or 2H when gated. Of packed weights, w1 and w2
+ * are bytes [E, F, D / n] and [E, D, H / n], n values each; scales are [E, F / R, D / C] for blocks
+ * of R rows and C columns, rounded up, and zero points as these or [E, 1, 1]. */
 typedef struct dynamo_moe_tensors {
   const void* x;
   const void* router_weight;
@@ -71,8 +75,12 @@ typedef struct dynamo_moe_tensors {
   const void* expert_ids;
   const void* expert_weights;
   const void* w1;
+  const void* w1_scales;
+  const void* w1_zero_points;
   const void* b1;
   const void* w2;
+  const void* w2_scales;
+  const void* w2_zero_points;
   const void* b2;
   void* y;
 } dynamo_moe_tensors;

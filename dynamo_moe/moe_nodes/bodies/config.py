@@ -62,7 +62,7 @@ class BodyConfig:
 
     def _has(self, name: str) -> bool:
         if name.endswith(ZERO_POINTS):
-            return self.shape.weight_format.has_zero_points
+            return self.shape.weight_format.zero_points_block is not None
         has: bool = getattr(self, f"has_{name}")
         return has
 

@@ -86,7 +86,9 @@ std::string Describe(const dynamo_moe_layer& layer) {
                  {"resident_experts", Json(layer.resident_experts)},
                  {"weight_format", Json(layer.weight_format)},
                  {"block_rows", Json(layer.block_rows)},
-                 {"block_columns", Json(layer.block_columns)}});
+                 {"block_columns", Json(layer.block_columns)},
+                 {"scales_dtype", Json(layer.scales_dtype)},
+                 {"zero_points", Json(layer.zero_points)}});
 }
 
 std::string Describe(const format::Range& range) {
@@ -188,7 +190,7 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
                  {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
                  {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
                  {"selection_dtype", Json(format::kDataTypeNames[layer.selection_dtype])},
-                 {"weight_format", Json(format::kWeightFormats[layer.weight_format].name)},
+                 {"weight_format", Json(FormatOf(layer).name)},
                  {"b1", Json((layer.flags & format::kHasB1) != 0)},
                  {"b2", Json((layer.flags & format::kHasB2) != 0)},
                  {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
@@ -198,9 +200,11 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
     fields.emplace_back("w1_bytes", Json(w1_bytes));
     fields.emplace_back("w2_bytes", Json(w2_bytes));
   }
-  if (layer.block_rows != 0) {
+  if (FormatOf(layer).IsPacked()) {
     fields.emplace_back("block_rows", Json(layer.block_rows));
     fields.emplace_back("block_columns", Json(layer.block_columns));
+    fields.emplace_back("scales_dtype", Json(format::kDataTypeNames[layer.scales_dtype]));
+    fields.emplace_back("zero_points", Json(format::kZeroPointsNames[layer.zero_points]));
   }
   if (layer.resident_experts != 0) {
     fields.emplace_back("resident_experts", Json(layer.resident_experts));

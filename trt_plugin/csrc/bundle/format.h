@@ -11,7 +11,7 @@ namespace dynamo_moe::format {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read in place");
 
-inline constexpr std::uint32_t kVersion = 4;
+inline constexpr std::uint32_t kVersion = 5;
 inline constexpr std::size_t kMagicSize = 8;
 inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
 inline constexpr unsigned char kProgramMagic[kMagicSize] = {'M', 'O', 'E', 'P', 13, 10, 26, 10};
@@ -91,8 +91,8 @@ struct ProgramHeader {
   dynamo_moe_layer layer;
   Table tables[kTables];
 };
-static_assert(sizeof(dynamo_moe_layer) == 96);
-static_assert(sizeof(ProgramHeader) == 304);
+static_assert(sizeof(dynamo_moe_layer) == 112);
+static_assert(sizeof(ProgramHeader) == 320);
 
 // Where the checksum lies, in a file and in a program.
 inline constexpr std::size_t kChecksumOffset = 24;
@@ -231,8 +231,12 @@ enum Tensor : std::uint32_t {
   kExpertIds,
   kExpertWeights,
   kW1,
+  kW1Scales,
+  kW1ZeroPoints,
   kB1,
   kW2,
+  kW2Scales,
+  kW2ZeroPoints,
   kB2,
   kY,
   kTensors,

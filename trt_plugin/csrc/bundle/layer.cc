@@ -16,7 +16,7 @@ Status Wrong(const Parts&... parts) {
   return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
 }
 
-static_assert(sizeof(dynamo_moe_layer) == 24 * sizeof(std::uint32_t));
+static_assert(sizeof(dynamo_moe_layer) == 28 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
@@ -43,20 +43,20 @@ bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flag
 // The bytes of one matrix of every expert; false if they do not fit into 64 bits.
 bool ExpertBytes(const dynamo_moe_layer& layer, std::uint64_t rows, std::uint64_t columns,
                  std::uint64_t* bytes) {
-  const format::WeightFormat& weights = format::kWeightFormats[layer.weight_format];
-  *bytes = 0;
-  for (std::uint32_t i = 0; i < weights.count; ++i) {
-    const format::StoredTensor& tensor = weights.tensors[i];
-    const std::uint64_t block_rows = tensor.rows != 0 ? tensor.rows : layer.block_rows;
-    const std::uint64_t block_columns = tensor.columns != 0 ? tensor.columns : layer.block_columns;
-    std::uint64_t size = std::uint64_t{layer.experts} * format::kDataTypeBytes[tensor.dtype];
-    if (__builtin_mul_overflow(size, (rows + block_rows - 1) / block_rows, &size) ||
-        __builtin_mul_overflow(size, (columns + block_columns - 1) / block_columns, &size) ||
-        __builtin_add_overflow(*bytes, size, bytes)) {
-      return false;
-    }
-  }
-  return true;
+  const format::WeightFormat& weights = FormatOf(layer);
+  // The rows are at most twice a 32-bit size, and the bytes of an element at most 4.
+  const std::uint64_t blocks = BlockRows(layer, rows);
+  const std::uint64_t row = columns / weights.per_element * format::kDataTypeBytes[weights.values];
+  const std::uint64_t block_row = BlockColumns(layer, columns);
+  const std::uint64_t scale = format::kDataTypeBytes[layer.scales_dtype];
+  const std::uint64_t zero_point = layer.zero_points == format::kOneForEachScale ? 1 : 0;
+  std::uint64_t values = 0;
+  std::uint64_t scales = 0;
+  const std::uint64_t more = layer.zero_points == format::kOneForEachExpert ? 1 : 0;
+  return !__builtin_mul_overflow(rows, row, &values) &&
+         !__builtin_mul_overflow(blocks, block_row * (scale + zero_point), &scales) &&
+         !__builtin_add_overflow(values, scales + more, bytes) &&
+         !__builtin_mul_overflow(*bytes, std::uint64_t{layer.experts}, bytes);
 }
 
 Status CheckFormat(const dynamo_moe_layer& layer) {
@@ -64,20 +64,28 @@ Status CheckFormat(const dynamo_moe_layer& layer) {
   if (layer.weight_format < 1 || layer.weight_format >= formats) {
     return Wrong("weight format must be in 1..", formats - 1, ", got ", layer.weight_format);
   }
-  const format::WeightFormat& weights = format::kWeightFormats[layer.weight_format];
-  if (layer.experts_dtype != weights.operands) {
-    return Wrong("experts must be ", format::kDataTypeNames[weights.operands], " (",
-                 weights.operands, "), as weights of format ", weights.name, " are, got ",
-                 layer.experts_dtype);
+  const format::WeightFormat& weights = FormatOf(layer);
+  if (!weights.IsPacked() && layer.experts_dtype != weights.values) {
+    return Wrong("experts must be ", format::kDataTypeNames[weights.values], " (", weights.values,
+                 "), as weights of format ", weights.name, " are, got ", layer.experts_dtype);
   }
-  bool open = false;
-  for (std::uint32_t i = 0; i < weights.count; ++i) {
-    open = open || weights.tensors[i].rows == 0;
+  if (!weights.IsPacked() && (layer.block_rows != 0 || layer.block_columns != 0)) {
+    return Wrong("block must be 0 by 0, as weights of format ", weights.name, " have none, got ",
+                 layer.block_rows, " by ", layer.block_columns);
   }
-  if (open != (layer.block_rows != 0) || open != (layer.block_columns != 0)) {
-    return Wrong("block must be ", open ? "positive" : "0 by 0", ", as weights of format ",
-                 weights.name, " have ", open ? "one" : "none", ", got ", layer.block_rows, " by ",
-                 layer.block_columns);
+  const bool known = layer.scales_dtype < std::size(format::kDataTypeNames);
+  if (!known || (weights.IsPacked() ? ((weights.scales >> layer.scales_dtype) & 1) == 0
+                                    : layer.scales_dtype != format::kNone)) {
+    return Wrong("scales' dtype does not fit weights of format ", weights.name, ", got ",
+                 layer.scales_dtype);
+  }
+  const std::uint32_t most = weights.has_zero_points ? format::kZeroPoints - 1 : 0;
+  if (layer.zero_points > most) {
+    return Wrong("zero points must be in 0..", most, " for weights of format ", weights.name,
+                 ", got ", layer.zero_points);
+  }
+  if (layer.reserved[0] != 0 || layer.reserved[1] != 0) {
+    return Wrong("reserved words must be 0");
   }
   return {};
 }
@@ -191,17 +199,26 @@ void SetNumber(const format::Option& option, float number, dynamo_moe_layer* lay
   SetWord(option.word, &number, layer);
 }
 
-std::uint32_t FormatOf(std::uint32_t values) {
+std::uint32_t PlainFormatOf(std::uint32_t dtype) {
   for (std::uint32_t code = 1; code < std::size(format::kWeightFormats); ++code) {
-    if (format::kWeightFormats[code].tensors[0].dtype == values) {
+    const format::WeightFormat& known = format::kWeightFormats[code];
+    if (!known.IsPacked() && known.values == dtype) {
       return code;
     }
   }
   return 0;
 }
 
-std::uint32_t ValuesDtype(const dynamo_moe_layer& layer) {
-  return format::kWeightFormats[layer.weight_format].tensors[0].dtype;
+const format::WeightFormat& FormatOf(const dynamo_moe_layer& layer) {
+  return format::kWeightFormats[layer.weight_format];
+}
+
+std::uint64_t BlockRows(const dynamo_moe_layer& layer, std::uint64_t rows) {
+  return layer.block_rows == 0 ? 1 : (rows + layer.block_rows - 1) / layer.block_rows;
+}
+
+std::uint64_t BlockColumns(const dynamo_moe_layer& layer, std::uint64_t columns) {
+  return layer.block_columns == 0 ? 1 : (columns + layer.block_columns - 1) / layer.block_columns;
 }
 
 bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2) {
@@ -211,7 +228,8 @@ bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t
 }
 
 bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option) {
-  if (option.router && layer.op != format::kDropless) {
+  if ((option.router && layer.op != format::kDropless) ||
+      (option.plain && FormatOf(layer).IsPacked())) {
     return false;
   }
   return option.only_with < 0 ||

@@ -12,7 +12,7 @@ namespace dynamo_moe::format {
 
 enum Operator : std::uint32_t { kDropless, kExpertsOnly, kOperators };
 
-enum DataType : std::uint32_t { kNone, kFloat32, kFloat16, kBfloat16, kI32, kI64, kUint8 };
+enum DataType : std::uint32_t { kNone, kFloat32, kFloat16, kBfloat16, kI32, kI64, kI8 };
 
 enum GroupScoring : std::uint32_t { kNoGroups, kMax, kTop2Sum, kGroupScorings };
 
@@ -30,6 +30,7 @@ struct Option {
   const char* name;       // In a record.
   const char* attribute;  // Of a node, and so the plugin's field.
   bool router;            // DroplessMoEExperts does not have it.
+  bool plain;             // Nodes whose weights are packed do not have it.
   Type type;
   std::uint32_t word;  // Its place in a record,
   std::uint32_t bit;   // and there; 0: the whole word.
@@ -42,22 +43,19 @@ struct Option {
   std::uint32_t codes;     // These codes as bits.
 };
 
-// One of the tensors that store w1 and w2.
-struct StoredTensor {
-  std::uint32_t dtype;
-  // The (out, in) sizes of the part of an expert's matrix that an element stands for; 0: those in
-  // the layer's record.
-  std::uint32_t rows;
-  std::uint32_t columns;
-};
-
-// A way to store w1 and w2.
+// A way to store w1 and w2: as they are, or packed, which are bytes with scales.
 struct WeightFormat {
   const char* name;
-  const StoredTensor* tensors;  // That of the values first.
-  std::uint32_t count;
-  std::uint32_t operands;  // The layer's experts_dtype.
+  std::uint32_t values;       // Their dtype.
+  std::uint32_t per_element;  // Columns of a row that an element of the values holds.
+  std::uint32_t scales;       // A bit for each dtype that the scales may have; 0: there are none.
+  bool has_zero_points;       // Whether there may be some.
+
+  bool IsPacked() const { return scales != 0; }
 };
+
+enum ZeroPoints : std::uint32_t { kNoZeroPoints, kOneForEachScale, kOneForEachExpert, kZeroPoints };
+inline constexpr const char* kZeroPointsNames[kZeroPoints] = {"none", "scales", "experts"};
 
 #include "bundle/layer_table.inc"
 
@@ -81,10 +79,12 @@ void SetNumber(const format::Option& option, float number, dynamo_moe_layer* lay
 // Whether an option has an effect beside the layer's others. Those that have none are 0.
 bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option);
 
-// The format whose values have a dtype; 0 if there is none.
-std::uint32_t FormatOf(std::uint32_t values);
-// The dtype of w1 and w2 as they are stored; kNone if the format is not known yet.
-std::uint32_t ValuesDtype(const dynamo_moe_layer& layer);
+// The format of weights that are stored as they are, of a dtype; 0 if there is none.
+std::uint32_t PlainFormatOf(std::uint32_t dtype);
+const format::WeightFormat& FormatOf(const dynamo_moe_layer& layer);
+// How many blocks an expert's matrix has that share a scale, along its rows and columns.
+std::uint64_t BlockRows(const dynamo_moe_layer& layer, std::uint64_t rows);
+std::uint64_t BlockColumns(const dynamo_moe_layer& layer, std::uint64_t columns);
 // The bytes of all experts' w1 and w2; false if they do not fit into 64 bits.
 bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2);
 

@@ -1,10 +1,10 @@
 #include "plugin/attributes.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <vector>
 
 #include "span.h"
 
@@ -17,10 +17,10 @@ using nvinfer1::PluginFieldType;
 
 constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
 
-struct Spec {
-  const char* name = nullptr;
-  PluginFieldType type = PluginFieldType::kINT32;
-};
+// Of packed nodes: how the weights are stored, and the columns and rows that share a scale; 0: all.
+constexpr const char* kWeightFormat = "weight_format";
+constexpr const char* kBlockSize = "block_size";
+constexpr const char* kBlockRows = "block_rows";
 
 constexpr PluginFieldType TypeOf(const format::Option& option) {
   if (option.type == format::Option::kName) {
@@ -30,47 +30,53 @@ constexpr PluginFieldType TypeOf(const format::Option& option) {
                                                : PluginFieldType::kINT32;
 }
 
-// What only offloaded layers have.
-constexpr Spec kOffloadSpecs[] = {{kResidentExperts, PluginFieldType::kINT32},
-                                  {kW1Source, PluginFieldType::kCHAR},
-                                  {kW2Source, PluginFieldType::kCHAR},
-                                  {kExpertCache, PluginFieldType::kINT32}};
-
-// The attributes of offloaded layers come first and the router's last, so that each plugin's are
-// neighbours.
-constexpr auto kSpecs = [] {
-  std::array<Spec,
-             std::size(kOffloadSpecs) + std::size(format::kSizes) + 1 + std::size(format::kOptions)>
-      specs{};
-  std::size_t count = 0;
-  for (const Spec& spec : kOffloadSpecs) {
-    specs[count++] = spec;
+std::vector<PluginField> MakeFields(const Node& node, Version version) {
+  std::vector<PluginField> fields;
+  const auto add = [&](const char* name, PluginFieldType type) {
+    fields.push_back({name, nullptr, type, 1});
+  };
+  if (version == Version::kOffloaded) {
+    add(kResidentExperts, PluginFieldType::kINT32);
+    add(kW1Source, PluginFieldType::kCHAR);
+    add(kW2Source, PluginFieldType::kCHAR);
+    add(kExpertCache, PluginFieldType::kINT32);
   }
   for (const format::Size& size : format::kSizes) {
-    specs[count++] = {size.attribute, PluginFieldType::kINT32};
+    add(size.attribute, PluginFieldType::kINT32);
   }
-  specs[count++] = {"kernels", PluginFieldType::kCHAR};
-  for (const bool router : {false, true}) {
-    for (const format::Option& option : format::kOptions) {
-      if (option.router == router) {
-        specs[count++] = {option.attribute, TypeOf(option)};
-      }
+  add("kernels", PluginFieldType::kCHAR);
+  if (node.packed) {
+    add(kWeightFormat, PluginFieldType::kCHAR);
+    add(kBlockSize, PluginFieldType::kINT32);
+    add(kBlockRows, PluginFieldType::kINT32);
+  }
+  for (const format::Option& option : format::kOptions) {
+    if ((!option.router || node.op == format::kDropless) && !(option.plain && node.packed)) {
+      add(option.attribute, TypeOf(option));
     }
   }
-  return specs;
-}();
-constexpr std::size_t kRouterSpecs = [] {
-  std::size_t count = 0;
-  for (const format::Option& option : format::kOptions) {
-    count += option.router ? 1 : 0;
-  }
-  return count;
-}();
+  return fields;
+}
 
-Span<Spec> SpecsOf(format::Operator op, Version version) {
-  const std::size_t first = version == Version::kOffloaded ? 0 : std::size(kOffloadSpecs);
-  const std::size_t end = kSpecs.size() - (op == format::kDropless ? 0 : kRouterSpecs);
-  return {kSpecs.data() + first, end - first};
+// The fields of a plugin, without data; they stay where they are.
+Span<PluginField> FieldsOf(const Node& node, Version version) {
+  constexpr std::size_t kChoices = 2;
+  static const auto* const all = [] {
+    auto* const made = new std::vector<PluginField>[kChoices * kChoices * kChoices];
+    std::size_t index = 0;
+    for (const format::Operator op : {format::kDropless, format::kExpertsOnly}) {
+      for (const bool packed : {false, true}) {
+        for (const Version each : {Version::kResident, Version::kOffloaded}) {
+          made[index++] = MakeFields({op, packed}, each);
+        }
+      }
+    }
+    return made;
+  }();
+  const std::size_t index =
+      ((node.op == format::kDropless ? 0U : kChoices) + (node.packed ? 1U : 0U)) * kChoices +
+      (version == Version::kOffloaded ? 1U : 0U);
+  return {all[index].data(), all[index].size()};
 }
 
 const char* TypeName(PluginFieldType type) {
@@ -89,7 +95,8 @@ const char* TypeName(PluginFieldType type) {
 // The given fields by their place in the plugin's specs.
 class Fields {
  public:
-  Fields(format::Operator op, Version version) : specs_(SpecsOf(op, version)) {}
+  Fields(const Node& node, Version version)
+      : known_(FieldsOf(node, version)), found_(known_.size()) {}
 
   Status Add(const PluginFieldCollection& given) {
     if (given.nbFields < 0 || (given.nbFields > 0 && given.fields == nullptr)) {
@@ -159,15 +166,15 @@ class Fields {
     }
     const std::string name = Printable(field.name);
     std::string known;
-    for (std::size_t i = 0; i < specs_.size(); ++i) {
-      if (std::string_view(specs_[i].name) == field.name) {
+    for (std::size_t i = 0; i < known_.size(); ++i) {
+      if (std::string_view(known_[i].name) == field.name) {
         if (found_[i] != nullptr) {
           return InvalidArgument("attribute ", name, " is given twice");
         }
         found_[i] = &field;
-        return CheckType(field, specs_[i].type);
+        return CheckType(field, known_[i].type);
       }
-      known += Text(i == 0 ? "" : ", ", specs_[i].name);
+      known += Text(i == 0 ? "" : ", ", known_[i].name);
     }
     return InvalidArgument("unknown attribute ", name, "; known are ", known);
   }
@@ -211,16 +218,16 @@ class Fields {
   }
 
   const PluginField* Find(std::string_view name) const {
-    for (std::size_t i = 0; i < specs_.size(); ++i) {
-      if (specs_[i].name == name) {
+    for (std::size_t i = 0; i < known_.size(); ++i) {
+      if (known_[i].name == name) {
         return found_[i];
       }
     }
     return nullptr;
   }
 
-  Span<Spec> specs_;
-  std::array<const PluginField*, kSpecs.size()> found_ = {};
+  Span<PluginField> known_;
+  std::vector<const PluginField*> found_;
 };
 
 // Completes attributes of a layer whose experts lie in host memory.
@@ -241,9 +248,30 @@ Status ReadOffload(const Fields& fields, Attributes* attributes) {
   return {};
 }
 
+Status ReadStorage(const Fields& fields, dynamo_moe_layer* layer) {
+  const std::string given = fields.TextAt(kWeightFormat);
+  std::string known;
+  for (std::uint32_t code = 1; code < std::size(format::kWeightFormats); ++code) {
+    const format::WeightFormat& weights = format::kWeightFormats[code];
+    if (weights.IsPacked()) {
+      layer->weight_format = given == weights.name ? code : layer->weight_format;
+      known += Text(known.empty() ? "" : ", ", weights.name);
+    }
+  }
+  if (layer->weight_format == 0) {
+    return InvalidArgument("attribute ", kWeightFormat, " must be one of ", known, "; got '",
+                           Printable(given), "'");
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(fields.Integer(kBlockSize, 0, kMaxSize, &layer->block_columns));
+  layer->block_rows = 1;
+  return fields.Has(kBlockRows) ? fields.Integer(kBlockRows, 0, kMaxSize, &layer->block_rows)
+                                : Status();
+}
+
 Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
   for (const format::Option& option : format::kOptions) {
-    if (!option.router || layer->op == format::kDropless) {
+    if ((!option.router || layer->op == format::kDropless) &&
+        !(option.plain && FormatOf(*layer).IsPacked())) {
       DYNAMO_MOE_RETURN_IF_ERROR(fields.Read(option, layer));
     }
   }
@@ -274,8 +302,15 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
 
 }  // namespace
 
-const char* NameOf(format::Operator op) {
-  return op == format::kDropless ? "DroplessMoE" : "DroplessMoEExperts";
+const char* NameOf(const Node& node) {
+  if (node.packed) {
+    return node.op == format::kDropless ? "DroplessMoEPacked" : "DroplessMoEExpertsPacked";
+  }
+  return node.op == format::kDropless ? "DroplessMoE" : "DroplessMoEExperts";
+}
+
+Node NodeOf(const dynamo_moe_layer& layer) {
+  return {static_cast<format::Operator>(layer.op), FormatOf(layer).IsPacked()};
 }
 
 const char* NameOf(Version version) { return version == Version::kOffloaded ? "2" : "1"; }
@@ -288,6 +323,10 @@ std::string Describe(const dynamo_moe_layer& layer) {
   std::string text;
   for (const format::Size& size : format::kSizes) {
     text += Text(size.attribute, "=", SizeOf(layer, size), " ");
+  }
+  if (FormatOf(layer).IsPacked()) {
+    text += Text(kWeightFormat, "=", FormatOf(layer).name, " ", kBlockSize, "=",
+                 layer.block_columns, " ", kBlockRows, "=", layer.block_rows, " ");
   }
   for (const format::Option& option : format::kOptions) {
     if (!HasEffect(layer, option)) {
@@ -308,30 +347,27 @@ std::string Describe(const dynamo_moe_layer& layer) {
   return text;
 }
 
-PluginFieldCollection AttributeFields(format::Operator op, Version version) {
-  static const std::array fields = [] {
-    std::array<PluginField, kSpecs.size()> all;
-    std::transform(kSpecs.begin(), kSpecs.end(), all.begin(),
-                   [](const auto& spec) { return PluginField{spec.name, nullptr, spec.type, 1}; });
-    return all;
-  }();
-  const Span<Spec> specs = SpecsOf(op, version);
-  return {static_cast<std::int32_t>(specs.size()), fields.data() + (specs.begin() - kSpecs.data())};
+PluginFieldCollection AttributeFields(const Node& node, Version version) {
+  const Span<PluginField> fields = FieldsOf(node, version);
+  return {static_cast<std::int32_t>(fields.size()), fields.begin()};
 }
 
-Status ReadAttributes(format::Operator op, Version version, const PluginFieldCollection& fields,
+Status ReadAttributes(const Node& node, Version version, const PluginFieldCollection& fields,
                       Attributes* attributes) {
-  Fields read(op, version);
+  Fields read(node, version);
   DYNAMO_MOE_RETURN_IF_ERROR(read.Add(fields));
   dynamo_moe_layer layer = {};
-  layer.op = op;
+  layer.op = node.op;
   DYNAMO_MOE_RETURN_IF_ERROR(read.Integer("num_experts", 1, format::kMaxExperts, &layer.experts));
   DYNAMO_MOE_RETURN_IF_ERROR(read.Integer("top_k", 1, format::kMaxTopK, &layer.top_k));
   DYNAMO_MOE_RETURN_IF_ERROR(read.Size("in_features", &layer.width));
   DYNAMO_MOE_RETURN_IF_ERROR(read.Size("hidden_features", &layer.hidden));
-  if (op == format::kDropless && layer.top_k > layer.experts) {
+  if (node.op == format::kDropless && layer.top_k > layer.experts) {
     return InvalidArgument("attribute top_k must be at most num_experts, ", layer.experts, ", got ",
                            layer.top_k);
+  }
+  if (node.packed) {
+    DYNAMO_MOE_RETURN_IF_ERROR(ReadStorage(read, &layer));
   }
   DYNAMO_MOE_RETURN_IF_ERROR(ReadOptions(read, &layer));
   *attributes = {layer, read.TextAt("kernels"), {}};

@@ -11,8 +11,14 @@
 
 namespace dynamo_moe::plugin {
 
-// The operator's name in ONNX and in TensorRT's registry.
-const char* NameOf(format::Operator op);
+// A kind of node: an operator, whose weights are as they are, or packed. Each has its plugin.
+struct Node {
+  format::Operator op;
+  bool packed;
+};
+// Its name in ONNX and in TensorRT's registry.
+const char* NameOf(const Node& node);
+Node NodeOf(const dynamo_moe_layer& layer);
 
 // A plugin's version. TensorRT's parser warns of each field that a node lacks, so only the version
 // for offloaded layers has those that other nodes never have.
@@ -36,8 +42,8 @@ struct Offload {
 };
 
 struct Attributes {
-  // Fields that do not apply are 0, as in a bundle. So are dtypes, biases and tf32, which follow
-  // from the inputs and the bundle.
+  // Fields that do not apply are 0, as in a bundle. So is what follows from the inputs and the
+  // bundle: dtypes, biases, zero points, tf32, and a format of weights that are not packed.
   dynamo_moe_layer layer = {};
   // The bundle's path; empty if it is not given.
   std::string kernels;
@@ -49,11 +55,11 @@ struct Attributes {
 std::string Describe(const dynamo_moe_layer& layer);
 
 // A plugin's attributes. TensorRT's parser passes no others.
-nvinfer1::PluginFieldCollection AttributeFields(format::Operator op, Version version);
+nvinfer1::PluginFieldCollection AttributeFields(const Node& node, Version version);
 
 // Checks every field: one that is missing, unknown, given twice, of the wrong type or out of range
 // is an error.
-Status ReadAttributes(format::Operator op, Version version,
+Status ReadAttributes(const Node& node, Version version,
                       const nvinfer1::PluginFieldCollection& fields, Attributes* attributes);
 
 // The text of a field of type CHAR, with or without a terminator.

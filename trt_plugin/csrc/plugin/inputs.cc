@@ -22,20 +22,39 @@ constexpr format::Tensor kDroplessInputs[] = {format::kX,  format::kRouterWeight
 constexpr format::Tensor kExpertsInputs[] = {
     format::kX,  format::kExpertIds, format::kExpertWeights, format::kW1, format::kW2,
     format::kB1, format::kB2};
-constexpr std::size_t kDroplessRequired = 4;
-constexpr std::size_t kExpertsRequired = 5;
-static_assert(std::size(kDroplessInputs) == kMaxInputs);
-static_assert(std::size(kExpertsInputs) <= kMaxInputs);
+constexpr format::Tensor kDroplessPackedInputs[] = {
+    format::kX,          format::kRouterWeight, format::kW1,           format::kW2,
+    format::kW1Scales,   format::kW2Scales,     format::kW1ZeroPoints, format::kW2ZeroPoints,
+    format::kRouterBias, format::kB1,           format::kB2,           format::kSelectionBias};
+constexpr format::Tensor kExpertsPackedInputs[] = {format::kX,
+                                                   format::kExpertIds,
+                                                   format::kExpertWeights,
+                                                   format::kW1,
+                                                   format::kW2,
+                                                   format::kW1Scales,
+                                                   format::kW2Scales,
+                                                   format::kW1ZeroPoints,
+                                                   format::kW2ZeroPoints,
+                                                   format::kB1,
+                                                   format::kB2};
+static_assert(std::size(kDroplessPackedInputs) == kMaxInputs);
+static_assert(std::size(kExpertsPackedInputs) <= kMaxInputs);
 
 constexpr std::int64_t kUnknown = -1;
 
-std::size_t RequiredInputs(format::Operator op) {
-  return op == format::kDropless ? kDroplessRequired : kExpertsRequired;
+bool IsZeroPoints(format::Tensor tensor) {
+  return tensor == format::kW1ZeroPoints || tensor == format::kW2ZeroPoints;
 }
 
 bool IsOptional(format::Tensor tensor) {
   return tensor == format::kRouterBias || tensor == format::kSelectionBias ||
-         tensor == format::kB1 || tensor == format::kB2;
+         tensor == format::kB1 || tensor == format::kB2 || IsZeroPoints(tensor);
+}
+
+std::size_t RequiredInputs(const Node& node) {
+  const Span<format::Tensor> inputs = InputsOf(node);
+  return static_cast<std::size_t>(std::find_if(inputs.begin(), inputs.end(), &IsOptional) -
+                                  inputs.begin());
 }
 
 bool IsEmpty(const Dims& dims) {
@@ -65,8 +84,26 @@ Shape MatrixShape(std::int64_t experts, std::int64_t out, std::int64_t in, bool 
   return transposed ? Shape{{experts, in, out}, 3} : Shape{{experts, out, in}, 3};
 }
 
+// One scale or zero point for each block of each expert's matrix.
+Shape ScalesShape(const dynamo_moe_layer& layer, std::int64_t out, std::int64_t in) {
+  return {
+      {layer.experts, static_cast<std::int64_t>(BlockRows(layer, static_cast<std::uint64_t>(out))),
+       static_cast<std::int64_t>(BlockColumns(layer, static_cast<std::uint64_t>(in)))},
+      3};
+}
+
+Shape ZeroPointsShape(const dynamo_moe_layer& layer, std::int64_t out, std::int64_t in) {
+  return layer.zero_points == format::kOneForEachScale ? ScalesShape(layer, out, in)
+                                                       : Shape{{layer.experts, 1, 1}, 3};
+}
+
+bool LiesInFile(format::Tensor tensor) {
+  return tensor == format::kW1 || tensor == format::kW1Scales || tensor == format::kW2 ||
+         tensor == format::kW2Scales || IsZeroPoints(tensor);
+}
+
 Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
-  if (layer.resident_experts != 0 && (tensor == format::kW1 || tensor == format::kW2)) {
+  if (layer.resident_experts != 0 && LiesInFile(tensor)) {
     // In place of what lies in a file.
     return {{1}, 1};
   }
@@ -74,6 +111,7 @@ Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
   const std::int64_t width = layer.width;
   const std::int64_t hidden = layer.hidden;
   const std::int64_t rows = Has(layer, format::kGated) ? 2 * hidden : hidden;
+  const std::int64_t per_element = FormatOf(layer).per_element;
   switch (tensor) {
     case format::kRouterWeight:
       return {{experts, width}, 2};
@@ -81,11 +119,19 @@ Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kSelectionBias:
       return {{experts}, 1};
     case format::kW1:
-      return MatrixShape(experts, rows, width, Has(layer, format::kW1Transposed));
+      return MatrixShape(experts, rows, width / per_element, Has(layer, format::kW1Transposed));
+    case format::kW1Scales:
+      return ScalesShape(layer, rows, width);
+    case format::kW1ZeroPoints:
+      return ZeroPointsShape(layer, rows, width);
     case format::kB1:
       return {{experts, rows}, 2};
     case format::kW2:
-      return MatrixShape(experts, width, hidden, Has(layer, format::kW2Transposed));
+      return MatrixShape(experts, width, hidden / per_element, Has(layer, format::kW2Transposed));
+    case format::kW2Scales:
+      return ScalesShape(layer, width, hidden);
+    case format::kW2ZeroPoints:
+      return ZeroPointsShape(layer, width, hidden);
     case format::kB2:
       return {{experts, width}, 2};
     default:
@@ -142,6 +188,32 @@ Status CheckDtype(const dynamo_moe_layer& layer, format::Tensor tensor, DataType
                          static_cast<std::int32_t>(type), ")");
 }
 
+constexpr std::uint32_t kFloats =
+    1U << format::kFloat32 | 1U << format::kFloat16 | 1U << format::kBfloat16;
+
+// A bit for each dtype that a tensor may have.
+std::uint32_t AllowedIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
+  switch (tensor) {
+    case format::kExpertIds:
+      return 1U << format::kI32 | 1U << format::kI64;
+    case format::kW1:
+    case format::kW2:
+      return FormatOf(layer).IsPacked() ? 1U << FormatOf(layer).values : kFloats;
+    case format::kW1Scales:
+    case format::kW2Scales:
+      return FormatOf(layer).scales;
+    case format::kW1ZeroPoints:
+    case format::kW2ZeroPoints:
+      return 1U << format::kI8;
+    default:
+      return kFloats;
+  }
+}
+
+bool IsOneForEachExpert(const Dims& dims) {
+  return dims.nbDims == 3 && dims.d[1] == 1 && dims.d[2] == 1;
+}
+
 template <typename Description>
 const PluginTensorDesc* Plain(const Description& description) {
   if constexpr (std::is_same_v<Description, DynamicPluginTensorDesc>) {
@@ -153,12 +225,12 @@ const PluginTensorDesc* Plain(const Description& description) {
 
 // Gathers the descriptions up to the position `last`; later ones stay null.
 template <typename Description>
-Status Gather(format::Operator op, const Description* in, std::int32_t inputs,
-              const Description* out, std::int32_t last, Call* call) {
+Status Gather(const Node& node, const Description* in, std::int32_t inputs, const Description* out,
+              std::int32_t last, Call* call) {
   if (in == nullptr || out == nullptr) {
     return InvalidArgument("the descriptions of the inputs and of the output must not be null");
   }
-  call->op = op;
+  call->node = node;
   call->inputs = inputs;
   for (std::int32_t i = 0; i <= last; ++i) {
     const PluginTensorDesc* const description = Plain(i < inputs ? in[i] : out[0]);
@@ -173,22 +245,26 @@ Status Gather(format::Operator op, const Description* in, std::int32_t inputs,
 
 }  // namespace
 
-Span<format::Tensor> InputsOf(format::Operator op) {
-  if (op == format::kDropless) {
-    return {kDroplessInputs, std::size(kDroplessInputs)};
+Span<format::Tensor> InputsOf(const Node& node) {
+  if (node.packed) {
+    return node.op == format::kDropless
+               ? Span<format::Tensor>(kDroplessPackedInputs, std::size(kDroplessPackedInputs))
+               : Span<format::Tensor>(kExpertsPackedInputs, std::size(kExpertsPackedInputs));
   }
-  return {kExpertsInputs, std::size(kExpertsInputs)};
+  return node.op == format::kDropless
+             ? Span<format::Tensor>(kDroplessInputs, std::size(kDroplessInputs))
+             : Span<format::Tensor>(kExpertsInputs, std::size(kExpertsInputs));
 }
 
-Status CheckCounts(format::Operator op, std::int32_t inputs, std::int32_t outputs) {
-  const auto required = static_cast<std::int32_t>(RequiredInputs(op));
-  const auto most = static_cast<std::int32_t>(InputsOf(op).size());
+Status CheckCounts(const Node& node, std::int32_t inputs, std::int32_t outputs) {
+  const auto required = static_cast<std::int32_t>(RequiredInputs(node));
+  const auto most = static_cast<std::int32_t>(InputsOf(node).size());
   if (inputs >= required && inputs <= most && outputs == kOutputs) {
     return {};
   }
   std::string names;
   for (std::int32_t i = 0; i < most; ++i) {
-    names += Text(i == 0 ? "" : ", ", NameOf(InputsOf(op)[static_cast<std::size_t>(i)]),
+    names += Text(i == 0 ? "" : ", ", NameOf(InputsOf(node)[static_cast<std::size_t>(i)]),
                   i < required ? "" : " (optional)");
   }
   return InvalidArgument("the layer has ", required, " to ", most, " inputs, ", names,
@@ -204,27 +280,26 @@ bool Call::Has(format::Tensor wanted) const {
   return false;
 }
 
-Status MakeCall(format::Operator op, const PluginTensorDesc* in, std::int32_t inputs,
+Status MakeCall(const Node& node, const PluginTensorDesc* in, std::int32_t inputs,
                 const PluginTensorDesc* out, std::int32_t outputs, Call* call) {
-  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
-  return Gather(op, in, inputs, out, inputs, call);
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(node, inputs, outputs));
+  return Gather(node, in, inputs, out, inputs, call);
 }
 
-Status MakeCall(format::Operator op, const DynamicPluginTensorDesc* in, std::int32_t inputs,
+Status MakeCall(const Node& node, const DynamicPluginTensorDesc* in, std::int32_t inputs,
                 const DynamicPluginTensorDesc* out, std::int32_t outputs, Call* call) {
-  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
-  return Gather(op, in, inputs, out, inputs, call);
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(node, inputs, outputs));
+  return Gather(node, in, inputs, out, inputs, call);
 }
 
-Status MakeCallUpTo(std::int32_t position, format::Operator op,
-                    const DynamicPluginTensorDesc* in_out, std::int32_t inputs,
-                    std::int32_t outputs, Call* call) {
-  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
+Status MakeCallUpTo(std::int32_t position, const Node& node, const DynamicPluginTensorDesc* in_out,
+                    std::int32_t inputs, std::int32_t outputs, Call* call) {
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(node, inputs, outputs));
   if (position < 0 || position > inputs) {
     return InvalidArgument("there is no position ", position, " among ", inputs, " inputs");
   }
   const DynamicPluginTensorDesc* const out = in_out == nullptr ? nullptr : in_out + inputs;
-  return Gather(op, in_out, inputs, out, position, call);
+  return Gather(node, in_out, inputs, out, position, call);
 }
 
 std::uint32_t DtypeCode(DataType type) {
@@ -239,6 +314,8 @@ std::uint32_t DtypeCode(DataType type) {
       return format::kI32;
     case DataType::kINT64:
       return format::kI64;
+    case DataType::kINT8:
+      return format::kI8;
     default:
       return format::kNone;
   }
@@ -267,16 +344,28 @@ std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
       return Has(layer, format::kHasB1) ? layer.experts_dtype : format::kNone;
     case format::kB2:
       return Has(layer, format::kHasB2) ? layer.experts_dtype : format::kNone;
+    case format::kW1Scales:
+    case format::kW2Scales:
+      return layer.scales_dtype;
+    case format::kW1ZeroPoints:
+    case format::kW2ZeroPoints:
+      return layer.zero_points != format::kNoZeroPoints ? format::kI8 : format::kNone;
     default:
-      return ValuesDtype(layer);
+      return FormatOf(layer).values;
   }
+}
+
+bool Call::Has(const dynamo_moe_layer& layer, format::Tensor wanted) const {
+  // A format without zero points may have some all the same, so that biases can come behind them.
+  const bool ignored = IsZeroPoints(wanted) && !FormatOf(layer).has_zero_points;
+  return wanted == format::kY || (!ignored && Has(wanted));
 }
 
 Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
   const Dims& x = call.at(0).dims;
   for (std::int32_t i = 0; i <= call.inputs; ++i) {
     const format::Tensor tensor = call.tensor(i);
-    const bool present = tensor == format::kY || call.Has(tensor);
+    const bool present = call.Has(layer, tensor);
     if (!present && DtypeIn(layer, tensor) == format::kNone) {
       continue;
     }
@@ -292,7 +381,7 @@ Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckDtype(layer, tensor, description.type));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckShape(layer, tensor, description.dims, x));
   }
-  for (const format::Tensor tensor : InputsOf(call.op)) {
+  for (const format::Tensor tensor : InputsOf(call.node)) {
     if (DtypeIn(layer, tensor) != format::kNone && !call.Has(tensor)) {
       return InvalidArgument("the kernels are for a layer with ", NameOf(tensor),
                              ", which is not among the ", call.inputs, " inputs");
@@ -304,20 +393,27 @@ Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
 Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
   for (std::int32_t i = 0; i < call.inputs; ++i) {
     const format::Tensor tensor = call.tensor(i);
-    if (!call.Has(tensor)) {
+    if (!call.Has(*layer, tensor)) {
       continue;
     }
     const std::uint32_t code = DtypeCode(call.at(i).type);
-    const bool is_int = code == format::kI32 || code == format::kI64;
-    if (code == format::kNone || is_int != (tensor == format::kExpertIds)) {
-      return InvalidArgument(
-          NameOf(tensor), " must be ",
-          tensor == format::kExpertIds ? "int32 or int64" : "float32, float16 or bfloat16",
-          ", got TensorRT's type ", static_cast<std::int32_t>(call.at(i).type));
+    const std::uint32_t allowed = AllowedIn(*layer, tensor);
+    if (((allowed >> code) & 1) == 0) {
+      std::string names;
+      for (std::uint32_t other = 1; other < std::size(format::kDataTypeNames); ++other) {
+        if (((allowed >> other) & 1) != 0) {
+          names += Text(names.empty() ? "" : ", ", DtypeName(other));
+        }
+      }
+      return InvalidArgument(NameOf(tensor), " must be one of ", names, "; got TensorRT's type ",
+                             static_cast<std::int32_t>(call.at(i).type));
     }
     switch (tensor) {
       case format::kX:
         layer->tokens_dtype = code;
+        if (call.node.packed) {
+          layer->experts_dtype = code;
+        }
         break;
       case format::kRouterWeight:
       case format::kExpertIds:
@@ -331,8 +427,21 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
         layer->selection_dtype = code;
         break;
       case format::kW1:
-        layer->weight_format = FormatOf(code);
-        layer->experts_dtype = format::kWeightFormats[layer->weight_format].operands;
+        if (!call.node.packed) {
+          layer->weight_format = PlainFormatOf(code);
+          layer->experts_dtype = code;
+        }
+        break;
+      case format::kW1Scales:
+        layer->scales_dtype = code;
+        break;
+      case format::kW1ZeroPoints:
+      case format::kW2ZeroPoints:
+        // One for each expert in both, or one for each scale.
+        if (layer->zero_points != format::kOneForEachScale) {
+          layer->zero_points = IsOneForEachExpert(call.at(i).dims) ? format::kOneForEachExpert
+                                                                   : format::kOneForEachScale;
+        }
         break;
       case format::kB1:
         layer->flags |= format::kHasB1;
@@ -349,7 +458,10 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
 
 dynamo_moe_layer AttributesOf(dynamo_moe_layer layer) {
   layer.tokens_dtype = layer.experts_dtype = layer.routing_dtype = layer.weights_dtype =
-      layer.selection_dtype = layer.weight_format = layer.block_rows = layer.block_columns = 0;
+      layer.selection_dtype = layer.scales_dtype = layer.zero_points = 0;
+  if (!FormatOf(layer).IsPacked()) {
+    layer.weight_format = 0;
+  }
   layer.flags &= ~static_cast<std::uint32_t>(format::kHasB1 | format::kHasB2 | format::kHasTf32);
   return layer;
 }
@@ -368,13 +480,13 @@ bool Matches(const dynamo_moe_layer& layer, const dynamo_moe_layer& attributes, 
   }
   for (std::int32_t i = 0; i <= last; ++i) {
     const format::Tensor tensor = call.tensor(i);
-    const bool present = tensor == format::kY || call.Has(tensor);
+    const bool present = call.Has(layer, tensor);
     if (DtypeIn(layer, tensor) != (present ? DtypeCode(call.at(i).type) : format::kNone)) {
       return false;
     }
   }
   // The inputs after that position are not known yet, but those that the node lacks are.
-  const Span<format::Tensor> order = InputsOf(call.op);
+  const Span<format::Tensor> order = InputsOf(call.node);
   for (auto i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
     if (DtypeIn(layer, order[i]) != format::kNone) {
       return false;

@@ -9,44 +9,46 @@
 
 #include "bundle/format.h"
 #include "bundle/layer.h"
+#include "plugin/attributes.h"
 #include "plugin/tensorrt_abi.h"
 #include "span.h"
 #include "status.h"
 
 namespace dynamo_moe::plugin {
 
-inline constexpr std::int32_t kMaxInputs = 8;
+inline constexpr std::int32_t kMaxInputs = 12;
 inline constexpr std::int32_t kOutputs = 1;
 
 // The tensors in the order of the node's inputs.
-Span<format::Tensor> InputsOf(format::Operator op);
+Span<format::Tensor> InputsOf(const Node& node);
 
-Status CheckCounts(format::Operator op, std::int32_t inputs, std::int32_t outputs);
+Status CheckCounts(const Node& node, std::int32_t inputs, std::int32_t outputs);
 
 // The descriptions of one call's inputs, then of y.
 struct Call {
-  format::Operator op;
+  Node node;
   std::int32_t inputs;
   std::array<const nvinfer1::PluginTensorDesc*, kMaxInputs + kOutputs> descriptions;
 
   format::Tensor tensor(std::int32_t position) const {
-    return position == inputs ? format::kY : InputsOf(op)[static_cast<std::size_t>(position)];
+    return position == inputs ? format::kY : InputsOf(node)[static_cast<std::size_t>(position)];
   }
   const nvinfer1::PluginTensorDesc& at(std::int32_t position) const {
     return *descriptions[static_cast<std::size_t>(position)];
   }
   bool Has(format::Tensor wanted) const;
+  // Whether it has a tensor that concerns the layer, or y.
+  bool Has(const dynamo_moe_layer& layer, format::Tensor wanted) const;
 };
 
 // Checks the counts, and gathers what TensorRT passes as arrays of either kind of description.
-Status MakeCall(format::Operator op, const nvinfer1::PluginTensorDesc* in, std::int32_t inputs,
+Status MakeCall(const Node& node, const nvinfer1::PluginTensorDesc* in, std::int32_t inputs,
                 const nvinfer1::PluginTensorDesc* out, std::int32_t outputs, Call* call);
-Status MakeCall(format::Operator op, const nvinfer1::DynamicPluginTensorDesc* in,
-                std::int32_t inputs, const nvinfer1::DynamicPluginTensorDesc* out,
-                std::int32_t outputs, Call* call);
+Status MakeCall(const Node& node, const nvinfer1::DynamicPluginTensorDesc* in, std::int32_t inputs,
+                const nvinfer1::DynamicPluginTensorDesc* out, std::int32_t outputs, Call* call);
 
 // The same for inputs and y in one array, which TensorRT has filled in up to a position.
-Status MakeCallUpTo(std::int32_t position, format::Operator op,
+Status MakeCallUpTo(std::int32_t position, const Node& node,
                     const nvinfer1::DynamicPluginTensorDesc* in_out, std::int32_t inputs,
                     std::int32_t outputs, Call* call);
 

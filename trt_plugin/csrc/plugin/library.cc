@@ -21,21 +21,21 @@ namespace {
 
 using nvinfer1::TensorRTPhase;
 
-// Makes plugins of one operator and version.
+// Makes plugins of one kind of node and version.
 class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
-  Creator(format::Operator op, Version version)
-      : op_(op), version_(version), fields_(AttributeFields(op, version)) {}
+  Creator(const Node& node, Version version)
+      : node_(node), version_(version), fields_(AttributeFields(node, version)) {}
 
   nvinfer1::IPluginV3* createPlugin(const char* name, const nvinfer1::PluginFieldCollection* fields,
                                     TensorRTPhase phase) noexcept override;
   const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override { return &fields_; }
-  const char* getPluginName() const noexcept override { return NameOf(op_); }
+  const char* getPluginName() const noexcept override { return NameOf(node_); }
   const char* getPluginVersion() const noexcept override { return NameOf(version_); }
   const char* getPluginNamespace() const noexcept override { return kNamespace; }
 
  private:
-  format::Operator op_;
+  Node node_;
   Version version_;
   nvinfer1::PluginFieldCollection fields_;
 };
@@ -47,8 +47,8 @@ nvinfer1::IPluginV3* Creator::createPlugin(const char* name,
   constexpr std::size_t kLongestName = 200;
   std::unique_ptr<Plugin> plugin;
   std::string subject;
-  Guard(NameOf(op_), [&]() -> Status {
-    subject = Text(NameOf(op_), " ", Printable(name == nullptr ? "" : name, kLongestName));
+  Guard(NameOf(node_), [&]() -> Status {
+    subject = Text(NameOf(node_), " ", Printable(name == nullptr ? "" : name, kLongestName));
     return {};
   });
   Guard(subject.c_str(), [&]() -> Status {
@@ -57,9 +57,9 @@ nvinfer1::IPluginV3* Creator::createPlugin(const char* name,
     }
     switch (phase) {
       case TensorRTPhase::kBUILD:
-        return Plugin::FromAttributes(op_, version_, subject, *fields, &plugin);
+        return Plugin::FromAttributes(node_, version_, subject, *fields, &plugin);
       case TensorRTPhase::kRUNTIME:
-        return Plugin::FromEngine(op_, version_, subject, *fields, &plugin);
+        return Plugin::FromEngine(node_, version_, subject, *fields, &plugin);
     }
     return InvalidArgument("unknown phase ", static_cast<std::int32_t>(phase));
   });
@@ -78,12 +78,12 @@ extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
   using dynamo_moe::format::kDropless;
   using dynamo_moe::format::kExpertsOnly;
   using dynamo_moe::plugin::Version;
-  static dynamo_moe::plugin::Creator made[] = {{kDropless, Version::kResident},
-                                               {kDropless, Version::kOffloaded},
-                                               {kExpertsOnly, Version::kResident},
-                                               {kExpertsOnly, Version::kOffloaded}};
+  static dynamo_moe::plugin::Creator made[] = {
+      {{kDropless, false}, Version::kResident},    {{kDropless, false}, Version::kOffloaded},
+      {{kExpertsOnly, false}, Version::kResident}, {{kExpertsOnly, false}, Version::kOffloaded},
+      {{kDropless, true}, Version::kResident},     {{kExpertsOnly, true}, Version::kResident}};
   static nvinfer1::IPluginCreatorInterface* const creators[] = {&made[0], &made[1], &made[2],
-                                                                &made[3]};
+                                                                &made[3], &made[4], &made[5]};
   count = static_cast<std::int32_t>(std::size(creators));
   return creators;
 }

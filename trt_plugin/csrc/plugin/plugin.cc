@@ -32,7 +32,7 @@ constexpr std::int32_t kOffloadedFields = 4;
 // A layer's inputs and their dtypes in words.
 std::string InputsText(const dynamo_moe_layer& layer) {
   std::string text;
-  for (const format::Tensor tensor : InputsOf(static_cast<format::Operator>(layer.op))) {
+  for (const format::Tensor tensor : InputsOf(NodeOf(layer))) {
     if (const std::uint32_t code = DtypeIn(layer, tensor); code != format::kNone) {
       text += Text(text.empty() ? "" : ", ", NameOf(tensor), " ", DtypeName(code));
     }
@@ -104,11 +104,11 @@ Status ReadName(std::string_view bytes, StoredName* name) {
 
 }  // namespace
 
-Status Plugin::FromAttributes(format::Operator op, Version version, const std::string& subject,
+Status Plugin::FromAttributes(const Node& node, Version version, const std::string& subject,
                               const PluginFieldCollection& fields,
                               std::unique_ptr<Plugin>* plugin) {
   Attributes attributes;
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, version, fields, &attributes));
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(node, version, fields, &attributes));
   auto layer = std::make_shared<Layer>();
   layer->bundle = attributes.kernels.empty() ? BundleFile::Given() : nullptr;
   if (layer->bundle == nullptr) {
@@ -124,7 +124,7 @@ Status Plugin::FromAttributes(format::Operator op, Version version, const std::s
     return {DYNAMO_MOE_NOT_FOUND,
             Text(layer->bundle->path(), " has no kernels of this layer: ", layer->description)};
   }
-  layer->op = op;
+  layer->node = node;
   layer->subject = subject;
   layer->attributes = attributes.layer;
   layer->offload = std::move(attributes.offload);
@@ -135,7 +135,7 @@ Status Plugin::FromAttributes(format::Operator op, Version version, const std::s
   return {};
 }
 
-Status Plugin::FromEngine(format::Operator op, Version version, const std::string& subject,
+Status Plugin::FromEngine(const Node& node, Version version, const std::string& subject,
                           const PluginFieldCollection& fields, std::unique_ptr<Plugin>* plugin) {
   std::string_view bytes;
   bool is_name = false;
@@ -148,9 +148,10 @@ Status Plugin::FromEngine(format::Operator op, Version version, const std::strin
     DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(bytes, &kernels));
     name = {kernels->layer(), kernels->key()};
   }
-  if (name.layer.op != op) {
+  const Node stored = NodeOf(name.layer);
+  if (stored.op != node.op || stored.packed != node.packed) {
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
-                           " is of the other operator");
+                           Text(" is of ", NameOf(stored)));
   }
   if (VersionOf(name.layer) != version) {
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
@@ -167,7 +168,7 @@ Status Plugin::FromEngine(format::Operator op, Version version, const std::strin
   if (offloaded) {
     DYNAMO_MOE_RETURN_IF_ERROR(ReadOffload(fields, &layer->offload));
   }
-  layer->op = op;
+  layer->node = node;
   layer->subject = subject;
   layer->attributes = AttributesOf(name.layer);
   layer->description = Describe(layer->attributes);
@@ -209,7 +210,7 @@ std::int32_t Plugin::getOutputDataTypes(DataType* output_types, std::int32_t out
                                         const DataType* input_types,
                                         std::int32_t inputs) const noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->node, inputs, outputs));
     output_types[0] = input_types[0];
     return {};
   });
@@ -220,7 +221,7 @@ std::int32_t Plugin::getOutputShapes(const DimsExprs* input_shapes, std::int32_t
                                      DimsExprs* output_shapes, std::int32_t outputs,
                                      nvinfer1::IExprBuilder& /*builder*/) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->node, inputs, outputs));
     if (shapes != 0) {
       return InvalidArgument("the layer has no shape inputs, got ", shapes);
     }
@@ -234,7 +235,8 @@ bool Plugin::supportsFormatCombination(std::int32_t position, const DynamicPlugi
   bool supported = false;
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
     Call call = {};
-    DYNAMO_MOE_RETURN_IF_ERROR(MakeCallUpTo(position, layer_->op, in_out, inputs, outputs, &call));
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        MakeCallUpTo(position, layer_->node, in_out, inputs, outputs, &call));
     if (call.at(position).format != TensorFormat::kLINEAR) {
       return {};
     }
@@ -281,7 +283,7 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
 // The names of the inputs that a node lacks, and that the bundle's layers all have.
 std::string Plugin::MissingInputs(const Call& call) const {
   std::string names;
-  const Span<format::Tensor> order = InputsOf(layer_->op);
+  const Span<format::Tensor> order = InputsOf(layer_->node);
   for (auto i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
     const auto& programs = layer_->bundle->programs();
     const bool needed = std::all_of(programs.begin(), programs.end(), [&](const auto& each) {
@@ -318,7 +320,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
                                      std::int32_t outputs) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
     Call call = {};
-    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->node, in, inputs, out, outputs, &call));
     if (layer_->bundle == nullptr) {
       DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
       DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
@@ -365,7 +367,7 @@ std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int
                                      std::int32_t outputs) const noexcept {
   std::size_t size = 0;
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->node, inputs, outputs));
     if (kernels_ == nullptr) {
       return NoKernels();
     }
@@ -405,7 +407,7 @@ std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inpu
                                    const PluginTensorDesc* out, std::int32_t outputs) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
     Call call = {};
-    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->node, in, inputs, out, outputs, &call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
@@ -433,7 +435,7 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
     DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
     // In the order of dynamo_moe_tensors and of format::Tensor.
     const void* tensors[format::kTensors] = {};
-    const Span<format::Tensor> order = InputsOf(layer_->op);
+    const Span<format::Tensor> order = InputsOf(layer_->node);
     for (std::size_t i = 0; i < order.size(); ++i) {
       // An absent input lies beyond the node's inputs, or has no memory.
       if (DtypeIn(kernels_->layer(), order[i]) != format::kNone) {
@@ -447,8 +449,12 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
                                      tensors[format::kExpertIds],
                                      tensors[format::kExpertWeights],
                                      tensors[format::kW1],
+                                     tensors[format::kW1Scales],
+                                     tensors[format::kW1ZeroPoints],
                                      tensors[format::kB1],
                                      tensors[format::kW2],
+                                     tensors[format::kW2Scales],
+                                     tensors[format::kW2ZeroPoints],
                                      tensors[format::kB2],
                                      outputs[0]};
     const auto address = reinterpret_cast<std::uintptr_t>(workspace);

@@ -23,7 +23,7 @@ struct StoredName {
   dynamo_moe_layer layer;
   dynamo_moe_key key;
 };
-static_assert(sizeof(StoredName) == 112);
+static_assert(sizeof(StoredName) == 128);
 
 // One object has all capabilities, since a clone copies all of them.
 // NOLINTNEXTLINE(misc-multiple-inheritance)
@@ -33,11 +33,11 @@ class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneRuntime {
  public:
   // For a layer of a network, from its attributes.
-  static Status FromAttributes(format::Operator op, Version version, const std::string& subject,
+  static Status FromAttributes(const Node& node, Version version, const std::string& subject,
                                const nvinfer1::PluginFieldCollection& fields,
                                std::unique_ptr<Plugin>* plugin);
   // For a layer of an engine, from getFieldsToSerialize().
-  static Status FromEngine(format::Operator op, Version version, const std::string& subject,
+  static Status FromEngine(const Node& node, Version version, const std::string& subject,
                            const nvinfer1::PluginFieldCollection& fields,
                            std::unique_ptr<Plugin>* plugin);
 
@@ -47,7 +47,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   nvinfer1::IPluginV3* clone() noexcept override;
 
   // IPluginV3OneCore
-  const char* getPluginName() const noexcept override { return NameOf(layer_->op); }
+  const char* getPluginName() const noexcept override { return NameOf(layer_->node); }
   const char* getPluginVersion() const noexcept override {
     return NameOf(VersionOf(layer_->attributes));
   }
@@ -88,7 +88,7 @@ class Plugin final : public nvinfer1::IPluginV3,
  private:
   // What a plugin's clones share.
   struct Layer {
-    format::Operator op;
+    Node node;
     // The operator's and the layer's name, with which messages begin.
     std::string subject;
     // Only the attributes: no dtypes and biases.

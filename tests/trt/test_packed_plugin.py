@@ -1,0 +1,194 @@
+"""Layers with packed weights through the plugin, on the stand-in driver: the oracle's numbers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from custom_ops.packed_weights import WHOLE
+from dynamo_moe.moe_nodes.nodes import INPUTS, OPTIONAL_INPUTS
+from moe_cases import assert_matches
+from packed_cases import PackedCase, packed_case
+from plugin_host import RUNTIME, VERSIONS, Description, attributes_of, describe
+from plugin_layers import INVALID_ARGUMENT, NOT_FOUND, checked_host
+from standin_gpu import StandinGpu
+
+pytest_plugins = ("plugin_layers",)
+
+if not os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("a real driver is present", allow_module_level=True)
+
+NAMES = {"dropless": "DroplessMoEPacked", "experts": "DroplessMoEExpertsPacked"}
+FORMS: dict[str, dict[str, Any]] = {
+    "int4": {"group": 8},
+    "int4 half scales": {"group": 32, "scales_dtype": torch.float16},
+    "int4 zero points": {"group": 8, "zero_points": "groups"},
+    "int4 zero point": {"group": 16, "zero_points": "experts"},
+    "mxfp4": {},
+    "fp8": {},
+    "fp8 rows": {"scales_dtype": torch.bfloat16},
+    "fp8 whole": {},
+}
+
+
+def small_case(form: str = "int4", op: str = "experts", **options: Any) -> PackedCase:
+    name = form if form.startswith("fp8") else form.split(maxsplit=1)[0]
+    sizes = {"width": 64, "hidden": 32}
+    case = packed_case(op, name, shape=(5,), **sizes | FORMS[form] | options)
+    if name == "int4" and case.packed["w1_zero_points"] is None and options.get("biases", True):
+        # As the exporter writes nodes: what is absent ahead of others is filled.
+        eights = torch.full((case.plain.arguments["w1"].shape[0], 1, 1), 8, dtype=torch.int8)
+        case = case.changed(w1_zero_points=eights, w2_zero_points=eights)
+    return case
+
+
+def attributes(case: PackedCase, bundle: Path) -> dict[str, Any]:
+    rows, columns = (0 if size == WHOLE else size for size in case.format().block)
+    storage = {"weight_format": case.weight_format, "block_size": columns, "block_rows": rows}
+    return attributes_of(case.plain) | storage | {"kernels": str(bundle)}
+
+
+def inputs_of(case: PackedCase) -> list[Tensor]:
+    """The node's inputs, as the exporter writes them."""
+    given = case.arguments
+    names = list(INPUTS[NAMES[case.plain.op]])
+    while given[names[-1]] is None:
+        names.pop()
+    experts, rows, _ = given["w1"].shape
+    width = given["w2"].shape[1]
+    eights = torch.full((experts, 1, 1), 8, dtype=torch.int8)
+    sizes = {"router_bias": (experts,), "b1": (experts, rows), "b2": (experts, width)}
+    fills = {name: given["x"].new_zeros(size) for name, size in sizes.items()}
+    fills |= dict.fromkeys(("w1_zero_points", "w2_zero_points"), eights)
+    assert fills.keys() | {"selection_bias"} == set(OPTIONAL_INPUTS)
+    return [fills[name] if given[name] is None else given[name] for name in names]
+
+
+@pytest.fixture(params=VERSIONS)
+def tensorrt(request):
+    with checked_host(request.param) as tensorrt:
+        yield tensorrt
+
+
+def profile(case: PackedCase) -> list[Description]:
+    described = [describe(tensor) for tensor in inputs_of(case)]
+    tokens = case.plain.arguments["x"].shape[0]
+    for index, each in enumerate(described):
+        if each.shape[:1] == (tokens,) and index < (3 if case.plain.op == "experts" else 1):
+            described[index] = replace(each, shape=(-1, *each.shape[1:]), most=each.shape)
+    return described
+
+
+def built(tensorrt, driver, case: PackedCase, folder: Path, device: str = "sm_80"):
+    """What an engine stores of the layer, and its workspace."""
+    bundle = StandinGpu(driver, device).bundle(folder / "model.moek", case)
+    plugin = tensorrt.create(NAMES[case.plain.op], attributes(case, bundle), layer="layer")
+    assert plugin is not None, tensorrt.messages()
+    inputs = profile(case)
+    assert plugin.supports_all(inputs, inputs[0]), tensorrt.messages()
+    assert plugin.configure(inputs, inputs[0]) == 0, tensorrt.messages()
+    size = plugin.workspace(inputs, inputs[0])
+    fields = plugin.serialize()
+    stored = {name: replace(field, data=bytes(field.data)) for name, field in fields.items()}
+    plugin.destroy()
+    return stored, size
+
+
+def check(tensorrt, driver, case: PackedCase, folder: Path, device: str = "sm_80") -> None:
+    fields, size = built(tensorrt, driver, case, folder, device)
+    plugin = tensorrt.create(NAMES[case.plain.op], fields, RUNTIME, "layer")
+    assert plugin is not None, tensorrt.messages()
+    result = plugin.run(inputs_of(case), size)
+    assert_matches(result, case.decoded().oracle(), case.plain.dtypes)
+    plugin.destroy()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("form", FORMS)
+def test_experts(driver, tensorrt, tmp_path, form):
+    check(tensorrt, driver, small_case(form, activation="silu", gated=True), tmp_path)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8"])
+@pytest.mark.parametrize("options", [{}, {"biases": False}], ids=["biases", "none"])
+def test_dropless(driver, tensorrt, tmp_path, form, options):
+    case = small_case(form, "dropless", dtype=torch.float16, **options)
+    check(tensorrt, driver, case, tmp_path, "sm_90")
+
+
+def test_the_engine_names_its_format(driver, tensorrt, tmp_path):
+    case = small_case("int4 zero points")
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    given = attributes(case, bundle)
+    plugin = tensorrt.create(NAMES["experts"], given, layer="layer")
+    assert "weight_format=int4 block_size=8 block_rows=1" in plugin.metadata()
+    plugin.destroy()
+    for changes, message in (
+        ({"weight_format": "int3"}, "weight_format must be one of int4, mxfp4, fp8; got 'int3'"),
+        ({"block_size": -1}, "attribute block_size must be in 0..2147483647, got -1"),
+        ({"block_size": 16}, "has no kernels of this layer: "),
+        ({"weight_format": "fp8"}, "has no kernels of this layer: "),
+        ({"w1_transposed": 1}, "unknown attribute w1_transposed"),
+    ):
+        assert tensorrt.create(NAMES["experts"], given | changes, layer="layer") is None
+        (error,) = tensorrt.messages()
+        assert message in error
+    del given["weight_format"]
+    assert tensorrt.create(NAMES["experts"], given, layer="layer") is None
+    (error,) = tensorrt.messages()
+    assert "attribute weight_format must be one of int4, mxfp4, fp8; got ''" in error
+
+
+BAD_TENSORS = {
+    "bytes": (3, lambda t: t[..., :-1], "w1 must have shape [5, 64, 32], got [5, 64, 31]"),
+    "scales": (5, lambda t: t[..., :-1], "w1_scales must have shape [5, 64, 8], got [5, 64, 7]"),
+    "ids": (3, lambda t: t.int(), "w1 must be one of int8; got TensorRT's type 3"),
+    "integers": (5, lambda t: t.int(), "w1_scales must be one of float32, float16, bfloat16; got"),
+    "zero points": (7, lambda t: t[:, :1], "w1_zero_points must have shape [5, 64, 8], got [5, 1"),
+    "floats": (8, lambda t: t.float(), "w2_zero_points must be one of int8; got TensorRT's type"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_tensors_that_are_not_the_layers(driver, tensorrt, tmp_path, name):
+    index, change, message = BAD_TENSORS[name]
+    case = small_case("int4 zero points")
+    assert case.packed["w1"].shape == (5, 32, 32), "the shapes of the messages"
+    inputs = inputs_of(case)
+    inputs[index] = change(inputs[index])
+    described = [describe(tensor) for tensor in inputs]
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    plugin = tensorrt.create(NAMES["experts"], attributes(case, bundle), layer="layer")
+    assert plugin.configure(described, described[0]) == INVALID_ARGUMENT
+    (error,) = tensorrt.messages()
+    assert message.replace("5, 64", "5, 32") in error
+    plugin.destroy()
+
+
+def test_kernels_of_another_kind_of_scales(driver, tensorrt, tmp_path):
+    """Zero points and the scales' dtype are among the inputs, not among the attributes."""
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", small_case("int4"))
+    for form in ("int4 zero points", "int4"):
+        changes = {"scales_dtype": torch.float16} if form == "int4" else {}
+        case = small_case(form, **changes)
+        plugin = tensorrt.create(NAMES["experts"], attributes(case, bundle), layer="layer")
+        described = [describe(tensor) for tensor in inputs_of(case)]
+        assert plugin.configure(described, described[0]) == NOT_FOUND
+        (error,) = tensorrt.messages()
+        assert "no kernels with x float32, " in error
+        plugin.destroy()
+
+
+def test_an_engine_of_plain_weights_is_not_one_of_packed(driver, tensorrt, tmp_path):
+    fields, _ = built(tensorrt, driver, small_case("mxfp4"), tmp_path)
+    for name in ("DroplessMoEExperts", "DroplessMoEPacked"):
+        assert tensorrt.create(name, fields, RUNTIME, "layer") is None
+        (error,) = tensorrt.messages()
+        assert "field programs is of DroplessMoEExpertsPacked" in error
