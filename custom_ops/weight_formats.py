@@ -100,7 +100,7 @@ class WeightFormat:
 
         An ONNX node has some only so that biases may come behind them.
         """
-        if self.is_plain or encoding_of(self.encoding).has_zero_points:
+        if self.zero_points_block is None or encoding_of(self.encoding).has_zero_points:
             return self
         used = tuple(tensor for tensor in self.stored if tensor.suffix != ZERO_POINTS)
         return replace(self, stored=used)

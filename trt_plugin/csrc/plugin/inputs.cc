@@ -210,6 +210,21 @@ std::uint32_t AllowedIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
   }
 }
 
+Status CheckAllowed(const dynamo_moe_layer& layer, format::Tensor tensor, DataType type) {
+  const std::uint32_t allowed = AllowedIn(layer, tensor);
+  if (((allowed >> DtypeCode(type)) & 1) != 0) {
+    return {};
+  }
+  std::string names;
+  for (std::uint32_t code = 1; code < std::size(format::kDataTypeNames); ++code) {
+    if (((allowed >> code) & 1) != 0) {
+      names += Text(names.empty() ? "" : ", ", DtypeName(code));
+    }
+  }
+  return InvalidArgument(NameOf(tensor), " must be one of ", names, "; got TensorRT's type ",
+                         static_cast<std::int32_t>(type));
+}
+
 bool IsOneForEachExpert(const Dims& dims) {
   return dims.nbDims == 3 && dims.d[1] == 1 && dims.d[2] == 1;
 }
@@ -397,17 +412,7 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
       continue;
     }
     const std::uint32_t code = DtypeCode(call.at(i).type);
-    const std::uint32_t allowed = AllowedIn(*layer, tensor);
-    if (((allowed >> code) & 1) == 0) {
-      std::string names;
-      for (std::uint32_t other = 1; other < std::size(format::kDataTypeNames); ++other) {
-        if (((allowed >> other) & 1) != 0) {
-          names += Text(names.empty() ? "" : ", ", DtypeName(other));
-        }
-      }
-      return InvalidArgument(NameOf(tensor), " must be one of ", names, "; got TensorRT's type ",
-                             static_cast<std::int32_t>(call.at(i).type));
-    }
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckAllowed(*layer, tensor, call.at(i).type));
     switch (tensor) {
       case format::kX:
         layer->tokens_dtype = code;
