@@ -8,7 +8,7 @@ import torch
 
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
 from custom_ops.options import SIZES, ExpertOptions, RouterOptions, WeightLayout
-from custom_ops.weight_formats import WeightFormat
+from custom_ops.weight_formats import StoredTensor, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,25 @@ class LayerShape:
     def expert_bytes(self) -> dict[str, int]:
         """The bytes of one expert's w1 and w2, by name."""
         return {name: self.weight_format.expert_bytes(*m) for name, m in self.matrices.items()}
+
+    @property
+    def stored(self) -> dict[str, tuple[StoredTensor, tuple[int, int]]]:
+        """The tensors that store w1 and w2, with one expert's sizes, by their names.
+
+        Without zero points that have no effect.
+        """
+        weight_format = self.weight_format.canonical()
+        return {
+            weight + tensor.suffix: (tensor, weight_format.shape_of(tensor, *matrix))
+            for weight, matrix in self.matrices.items()
+            for tensor in weight_format.stored
+        }
+
+    def sizes_in_memory(self, tensor: str) -> tuple[int, ...]:
+        """Returns the sizes of one of the tensors that store w1 and w2, as it lies."""
+        _, (rows, columns) = self.stored[tensor]
+        transposed = tensor in self.matrices and self.is_transposed(tensor)
+        return (self.experts, *((columns, rows) if transposed else (rows, columns)))
 
     def is_transposed(self, weight: str) -> bool:
         """Whether ``w1`` or ``w2`` lies as (in, out)."""

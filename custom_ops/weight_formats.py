@@ -18,6 +18,8 @@ from custom_ops.packed_weights import ENCODINGS, WHOLE, encoding_of
 
 #: Suffixes of the tensors beside the packed values.
 SCALES, ZERO_POINTS = "_scales", "_zero_points"
+#: Those of the tensors that store a weight, in their order.
+STORED_SUFFIXES = ("", SCALES, ZERO_POINTS)
 #: The block of a tensor where it is the format's :attr:`WeightFormat.block`.
 OPEN = (0, 0)
 #: The block of a tensor that has one element for an expert's whole matrix.

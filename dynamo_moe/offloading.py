@@ -100,7 +100,7 @@ class _Sizes(NamedTuple):
     w2: int
 
     def cache(self, resident: int) -> int:
-        return cache_bytes(self.experts, min(resident, self.experts), self.w1, self.w2)
+        return cache_bytes(self.experts, min(resident, self.experts), (self.w1, self.w2))
 
 
 def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:

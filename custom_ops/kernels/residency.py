@@ -224,18 +224,9 @@ def state_buffers(layer: Layer) -> tuple[Buffer, ...]:
         ("last_use", torch.int64, slots),
         ("clock", torch.int64, 1),
     ]
-    for weight in layer.shape.matrices:
-        for name, dtype, size in _stored(layer, weight):
-            buffers.append((f"{name}_slots", dtype, slots * size))
+    for name, (tensor, sizes) in layer.shape.stored.items():
+        buffers.append((f"{name}_slots", tensor.dtype, slots * prod(sizes)))
     return tuple(Buffer(name, dtype, Expression.of(count)) for name, dtype, count in buffers)
-
-
-def _stored(layer: Layer, weight: str) -> Iterator[tuple[str, torch.dtype, int]]:
-    """Yields the tensors that store a weight: name, dtype, and one expert's elements."""
-    weight_format, matrix = layer.shape.weight_format, layer.shape.matrices[weight]
-    for tensor in weight_format.stored:
-        size = prod(weight_format.shape_of(tensor, *matrix))
-        yield f"{weight}{tensor.suffix}", tensor.dtype, size
 
 
 def waves(layer: Layer) -> Expression:
@@ -309,7 +300,10 @@ def wave_launches(
 
 
 def _copies(layer: Layer, architecture: Architecture, weight: str) -> Iterator[KernelSpec]:
-    for name, dtype, size in _stored(layer, weight):
+    for name, (tensor, sizes) in layer.shape.stored.items():
+        if not name.startswith(weight):
+            continue
+        dtype, size = tensor.dtype, prod(sizes)
         block = _COPY_BYTES // dtype.itemsize
         programs = min(_COPY_PROGRAMS, -(-size // block))
         yield kernel_of(

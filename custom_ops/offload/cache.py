@@ -47,22 +47,22 @@ class Waves:
 _ALIGNMENT = 256
 
 
-def cache_bytes(experts: int, resident: int, w1_bytes: int, w2_bytes: int) -> int:
+def cache_bytes(experts: int, resident: int, tensor_bytes: Iterable[int]) -> int:
     """Returns the bytes that a layer's cache takes on the device: ``4 E + 12 R + 8`` and R slots.
 
-    Each of its six buffers is rounded up to 256 bytes.
+    Each of its buffers is rounded up to 256 bytes: four tables, and one for each tensor.
 
     Args:
         experts: E.
         resident: R.
-        w1_bytes: Of one expert's w1.
-        w2_bytes: Of one expert's w2.
+        tensor_bytes: One expert's part of each tensor that stores w1 or w2.
 
     Example:
-        >>> cache_bytes(experts=128, resident=32, w1_bytes=6 << 20, w2_bytes=3 << 20)
+        >>> cache_bytes(experts=128, resident=32, tensor_bytes=(6 << 20, 3 << 20))
         301991168
     """
-    buffers = (4 * experts, 4 * resident, 8 * resident, 8, resident * w1_bytes, resident * w2_bytes)
+    tables = (4 * experts, 4 * resident, 8 * resident, 8)
+    buffers = (*tables, *(resident * size for size in tensor_bytes))
     return sum(size + -size % _ALIGNMENT for size in buffers)
 
 

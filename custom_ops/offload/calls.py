@@ -211,7 +211,7 @@ def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache
         raise TypeError(f"resident_experts must be an integer, got {resident!r}")
     if not 1 <= resident <= experts:
         raise ValueError(f"resident_experts must be in 1..{experts}, got {resident}")
-    size = cache_bytes(experts, resident, w1[0].nbytes, w2[0].nbytes)
+    size = cache_bytes(experts, resident, (w1[0].nbytes, w2[0].nbytes))
     key = _key(w1, w2, device)
     if key not in _CACHES:
         for weight in (w1, w2):

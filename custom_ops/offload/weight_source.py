@@ -130,6 +130,15 @@ class WeightSource:
         identity = FileIdentity(file_bytes, header_bytes, int(checksum, 16))
         return cls(Path(path), offset, size, identity)
 
+    @classmethod
+    def parse_lines(cls, text: str) -> tuple[Self, ...]:
+        """Reads the sources of the tensors that store a weight, a line for each.
+
+        Raises:
+            ValueError: If a line is none.
+        """
+        return tuple(map(cls.parse, text.split("\n")))
+
     def to_dict(self) -> dict[str, int | str]:
         """Where the bytes are now, and the state of their file."""
         return {

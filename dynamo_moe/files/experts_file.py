@@ -23,6 +23,7 @@ _DTYPES = {
     ir.DataType.FLOAT: "F32",
     ir.DataType.FLOAT16: "F16",
     ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.INT8: "I8",
 }
 # Kernels may read whole cache lines: tensors follow one another from a multiple of this on.
 _ALIGNMENT = 256
@@ -54,17 +55,19 @@ def write_experts(
     reads a file of older values keeps it.
 
     Args:
-        tensors: Float tensors.
+        tensors: Float tensors, or bytes. Those that leave the next one aligned come first.
         path: The file, but for its header's checksum: of ``a.safetensors``,
             ``a.0123abcd.safetensors`` is written.
         progress: Shown how far it is.
 
     Returns:
-        The file. One that is there already stays as it is.
+        The file, with the sources in the tensors' order. One that is there already stays as it is.
 
     Raises:
         OSError: If a file cannot be read or written, or the disk has no room for it.
     """
+    order = sorted(range(len(tensors)), key=lambda at: tensors[at].nbytes % _ALIGNMENT != 0)
+    tensors = [tensors[at] for at in order]
     total = sum(tensor.nbytes for tensor in tensors)
     free = shutil.disk_usage(path.parent).free
     if total > free:
@@ -91,9 +94,9 @@ def write_experts(
     sizes = [tensor.nbytes for tensor in tensors]
     starts = accumulate(sizes, initial=identity.header_bytes)
     stretches = zip(starts, sizes, strict=False)
-    return ExpertsFile(
-        path, is_new, tuple(WeightSource.of(path, *stretch) for stretch in stretches)
-    )
+    sources = (WeightSource.of(path, *stretch) for stretch in stretches)
+    in_order = sorted(zip(order, sources, strict=True), key=lambda item: item[0])
+    return ExpertsFile(path, is_new, tuple(source for _, source in in_order))
 
 
 def _is(path: Path, identity: FileIdentity) -> bool:

@@ -10,7 +10,8 @@ import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import onnx_ir as ir
 
 from custom_ops.offload import cache_bytes
 from custom_ops.offload.weight_source import ALIGNMENT, SUFFIX, WeightSource
+from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.files.experts_file import ExpertsFile, Progress, write_experts
 from dynamo_moe.files.kernel_layers import inlined_model, kernel_layers_of
 from dynamo_moe.files.model_files import check_destination, load_graph, save_model
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from custom_ops.kernels.layer import Layer
-    from custom_ops.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class OffloadedLayer:
         top_k: Experts per token.
         experts: Experts.
         resident_experts: Slots for experts in device memory.
-        w1: Where the weights of the first product lie.
-        w2: Where those of the second lie.
+        tensors: Where each tensor lies that stores its weights: ``w1`` and ``w2``, with
+            ``w1_scales`` and the like where they are packed.
     """
 
     name: str
@@ -66,31 +67,28 @@ class OffloadedLayer:
     top_k: int
     experts: int
     resident_experts: int
-    w1: WeightSource
-    w2: WeightSource
+    tensors: Mapping[str, WeightSource]
 
     @property
-    def sources(self) -> tuple[WeightSource, WeightSource]:
+    def sources(self) -> tuple[WeightSource, ...]:
         """Where its weights lie."""
-        return self.w1, self.w2
+        return tuple(self.tensors.values())
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, which are those of a slot."""
-        return (self.w1.bytes + self.w2.bytes) // self.experts
+        return self.weight_bytes // self.experts
 
     @property
     def device_bytes(self) -> int:
         """Bytes of all slots and the tables of what they hold."""
-        experts = self.experts
-        return cache_bytes(
-            experts, self.resident_experts, self.w1.bytes // experts, self.w2.bytes // experts
-        )
+        sizes = (source.bytes // self.experts for source in self.sources)
+        return cache_bytes(self.experts, self.resident_experts, sizes)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all experts' weights."""
-        return self.w1.bytes + self.w2.bytes
+        return sum(source.bytes for source in self.sources)
 
     @property
     def waves(self) -> int:
@@ -100,9 +98,12 @@ class OffloadedLayer:
     def to_dict(self) -> dict[str, Any]:
         """The layer as dicts, strings and numbers."""
         return {
-            **asdict(self),
-            "w1": self.w1.to_dict(),
-            "w2": self.w2.to_dict(),
+            "name": self.name,
+            "node": self.node,
+            "top_k": self.top_k,
+            "experts": self.experts,
+            "resident_experts": self.resident_experts,
+            "tensors": {name: source.to_dict() for name, source in self.tensors.items()},
             "expert_bytes": self.expert_bytes,
             "device_bytes": self.device_bytes,
             "weight_bytes": self.weight_bytes,
@@ -239,20 +240,23 @@ def offload_graph(
     slots = choose([layer.expert_sizes for layer in all_layers], resident_experts, resident_memory)
     chosen = {layer: count for layer, count in zip(all_layers, slots, strict=True) if count}
     _check_weights(list(chosen))
-    values = dict.fromkeys(value for layer in chosen for value in layer.weights.values())
+    values = {value: name for layer in chosen for name, value in layer.weights.items()}
     links = _links(model, set(values), path, output.parent)
     sources, written = _sources(list(values), file, progress)
     try:
         _drop_bodies(model, {layer.node for layer in chosen})
         layers = tuple(
             _offload(
-                layer, count, [sources[value] for value in layer.weights.values()], shared_cache
+                layer,
+                count,
+                {name: sources[value] for name, value in layer.weights.items()},
+                shared_cache,
             )
             for layer, count in chosen.items()
         )
         model.opset_imports[OFFLOADED_DOMAIN] = VERSION
-        for value in values:
-            _empty(value)
+        for value, name in values.items():
+            _empty(value, one_for_each=name.endswith(ZERO_POINTS))
         for link, target in links.items():
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(target)
@@ -311,13 +315,16 @@ class _Layer:
         parsed = parse(node)
         name = layer_name(str(parsed.inputs["w1"].name), _name(node))
         shape = parsed.shape
-        sizes = ExpertSizes(name, _name(node), shape.experts, *shape.expert_bytes.values())
+        tensor_bytes = tuple(
+            prod(sizes) * tensor.dtype.itemsize for tensor, sizes in shape.stored.values()
+        )
+        sizes = ExpertSizes(name, _name(node), shape.experts, tensor_bytes)
         return cls(node, parsed, sizes)
 
     @property
     def weights(self) -> dict[str, ir.Value]:
-        """The values of w1 and w2."""
-        return {name: self.parsed.inputs[name] for name in SOURCES}
+        """The values of the tensors that store w1 and w2."""
+        return {name: self.parsed.inputs[name] for name in self.parsed.shape.stored}
 
 
 def _layers(model: ir.Model, path: str | PathLike[str]) -> list[_Layer]:
@@ -329,12 +336,6 @@ def _layers(model: ir.Model, path: str | PathLike[str]) -> list[_Layer]:
 
 def _name(node: ir.Node) -> str:
     return node.name or str(node.outputs[0].name)
-
-
-def _sizes_in_memory(shape: LayerShape, weight: str) -> tuple[int, ...]:
-    """Returns the sizes of w1 or w2 as it lies."""
-    rows, columns = shape.matrices[weight]
-    return (shape.experts, *((columns, rows) if shape.is_transposed(weight) else (rows, columns)))
 
 
 def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
@@ -375,12 +376,12 @@ def _check_weights(chosen: Sequence[_Layer]) -> None:
                 raise ValueError(f"{where} is also an input or output of the graph")
             if not value.is_initializer() or value.const_value is None:
                 raise ValueError(f"{where} is computed by the graph, and lies in no file")
-            shape = _sizes_in_memory(layer.parsed.shape, name)
+            shape = layer.parsed.shape.sizes_in_memory(name)
             actual = tuple(value.const_value.shape.numpy())
             if actual != shape:
                 raise ValueError(f"{where} must have the shape {list(shape)}, got {list(actual)}")
             for user, position in value.uses():
-                if user in nodes and INPUTS[user.op_type][position] in SOURCES:
+                if user in nodes and INPUTS[user.op_type][position].startswith(tuple(SOURCES)):
                     continue
                 hint = ": offload that layer, too" if is_moe(user) and user not in nodes else ""
                 raise ValueError(
@@ -390,19 +391,19 @@ def _check_weights(chosen: Sequence[_Layer]) -> None:
 
 
 def _offload(
-    layer: _Layer, slots: int, sources: Sequence[WeightSource], shared_cache: bool
+    layer: _Layer, slots: int, sources: Mapping[str, WeightSource], shared_cache: bool
 ) -> OffloadedLayer:
     """Writes into a layer's node where its weights are."""
-    w1, w2 = sources
     layer.node.domain = OFFLOADED_DOMAIN
     layer.node.attributes.add(ir.AttrString("plugin_version", OFFLOADED_PLUGIN_VERSION))
     layer.node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, slots))
     layer.node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
-    for attribute, source in zip(SOURCES.values(), sources, strict=True):
-        layer.node.attributes.add(ir.AttrString(attribute, str(source)))
+    for weight, attribute in SOURCES.items():
+        lines = (str(source) for name, source in sources.items() if name.startswith(weight))
+        layer.node.attributes.add(ir.AttrString(attribute, "\n".join(lines)))
     sizes = layer.expert_sizes
     return OffloadedLayer(
-        sizes.name, sizes.node, layer.parsed.shape.top_k, sizes.experts, slots, w1, w2
+        sizes.name, sizes.node, layer.parsed.shape.top_k, sizes.experts, slots, sources
     )
 
 
@@ -431,12 +432,17 @@ def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
         return None
 
 
-def _empty(value: ir.Value) -> None:
-    """Puts one zero in the place of a weight: TensorRT's parser takes no input without a name."""
+def _empty(value: ir.Value, *, one_for_each: bool) -> None:
+    """Puts one zero in the place of a weight: TensorRT's parser takes no input without a name.
+
+    It is [1], but [1, 1, 1] where each expert has one zero point, and not one for each scale.
+    """
     if value.const_value is not None:
-        dtype = value.const_value.dtype
-        value.const_value = ir.Tensor(np.zeros(1, dtype.numpy()), dtype=dtype, name=value.name)
-        value.shape = ir.Shape([1])
+        dtype, shape = value.const_value.dtype, value.const_value.shape.numpy()
+        is_one = one_for_each and shape[1:] == (1, 1)
+        zero = np.zeros((1, 1, 1) if is_one else (1,), dtype.numpy())
+        value.const_value = ir.Tensor(zero, dtype=dtype, name=value.name)
+        value.shape = ir.Shape(zero.shape)
 
 
 def _drop_bodies(model: ir.Model, offloaded: set[ir.Node]) -> None:

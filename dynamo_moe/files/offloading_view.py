@@ -39,7 +39,8 @@ def layers_view(layers: Sequence[dict[str, Any]], memory: Mapping[str, int]) -> 
         f"Experts' weights: {decimal(memory['device_bytes'])} on the GPU instead of "
         f"{decimal(memory['weight_bytes'])}; {decimal(memory['host_bytes'])} on the host, pinned"
     )
-    files = {layer[name]["path"]: layer[name]["state"] for layer in layers for name in ("w1", "w2")}
+    sources = (source for layer in layers for source in layer["tensors"].values())
+    files = {source["path"]: source["state"] for source in sources}
     states = (
         Text.assemble(f"{path}: ", (state, "green" if state == FOUND else "red"))
         for path, state in files.items()

@@ -21,19 +21,17 @@ class ExpertSizes:
         name: The layer's name, as :func:`dynamo_moe.inspect` shows it.
         node: Its node's name.
         experts: E.
-        w1_bytes: Bytes of one expert's w1.
-        w2_bytes: Bytes of one expert's w2.
+        tensor_bytes: Bytes of one expert's part of each tensor that stores w1 or w2.
     """
 
     name: str
     node: str
     experts: int
-    w1_bytes: int
-    w2_bytes: int
+    tensor_bytes: tuple[int, ...]
 
     def device_bytes(self, slots: int) -> int:
         """The bytes that so many slots take on the device."""
-        return cache_bytes(self.experts, slots, self.w1_bytes, self.w2_bytes)
+        return cache_bytes(self.experts, slots, self.tensor_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from custom_ops.offload import WeightSource
+from custom_ops.weight_formats import STORED_SUFFIXES
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
 from dynamo_moe.files.offloading import OffloadedLayer
@@ -169,10 +170,19 @@ def _offloaded(layer: MoELayer, path: Path) -> OffloadedLayer:
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{where}: {name} must be a positive integer, got {number}")
     try:
-        sources = [WeightSource.parse(str(layer.attributes.get(name))) for name in SOURCES.values()]
+        tensors = {
+            weight + suffix: source
+            for weight, attribute in SOURCES.items()
+            for suffix, source in zip(
+                STORED_SUFFIXES,
+                WeightSource.parse_lines(str(layer.attributes.get(attribute))),
+                strict=False,
+            )
+        }
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return OffloadedLayer(layer.name, layer.node, *numbers.values(), *sources)
+    top_k, experts, slots = numbers.values()
+    return OffloadedLayer(layer.name, layer.node, top_k, experts, slots, tensors)
 
 
 def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

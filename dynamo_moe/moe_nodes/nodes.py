@@ -96,7 +96,8 @@ OFFLOADED_DOMAIN = f"{DOMAIN}.offloaded"
 OFFLOADED_PLUGIN_VERSION = "2"
 #: How many experts of an offloaded layer have a slot on the GPU.
 RESIDENT_EXPERTS = "resident_experts"
-#: Where an offloaded layer's weights lie: :class:`custom_ops.offload.WeightSource`.
+#: Where an offloaded layer's weights lie: of each tensor that stores one, a line with its
+#: :class:`custom_ops.offload.WeightSource`.
 SOURCES = {"w1": "w1_source", "w2": "w2_source"}
 #: Whether the contexts of an engine share the slots of an offloaded layer: 0 or 1.
 EXPERT_CACHE = "expert_cache"

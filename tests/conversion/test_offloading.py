@@ -217,7 +217,7 @@ def test_a_number_for_each_layer():
 def test_as_many_as_fit():
     model = converted(mlp())
     one = 16 * 24 * 4
-    enough = {n: 2 * cache_bytes(EXPERTS, n, one, one) for n in range(1, EXPERTS + 1)}
+    enough = {n: 2 * cache_bytes(EXPERTS, n, (one, one)) for n in range(1, EXPERTS + 1)}
     for resident, memory in enough.items():
         for more in (0, 1):
             assert dynamo_moe.offload(model, memory=memory + more, device="cpu")["0"] == resident

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import dynamo_moe
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
 from custom_ops.offload import cache_bytes
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.moe_nodes.nodes import EXPERT_CACHE, INPUTS, RESIDENT_EXPERTS, SOURCES
 from files_to_offload import arrays, by_hand, exported, read, unchanged
 from onnx_files import value
+from packed_cases import PackedLayer, packed_case
 from small_models import InOut, OpLayer, OwnRouter, op_model
 
 
@@ -49,13 +53,17 @@ def check(original: Path, report: dynamo_moe.OffloadReport) -> None:
         if layer is not None:
             added = {RESIDENT_EXPERTS: layer.resident_experts, EXPERT_CACHE: report.shared_cache}
             added["plugin_version"] = b"2"
-            for name, source in (("w1", layer.w1), ("w2", layer.w2)):
+            for name, source in layer.tensors.items():
                 key = old.input[INPUTS[old.op_type].index(name)]
                 gone.add(key)
                 assert read(source) == before[key].tobytes()
-                added[SOURCES[name]] = str(source).encode()
-                assert (after[key].shape, after[key].dtype) == ((1,), before[key].dtype)
+                is_one = "zero_points" in name and before[key].shape[1:] == (1, 1)
+                shape = (1, 1, 1) if is_one else (1,)
+                assert (after[key].shape, after[key].dtype) == (shape, before[key].dtype)
                 assert not after[key].any()
+            for weight, attribute in SOURCES.items():
+                of_weight = [str(each) for name, each in layer.tensors.items() if weight in name]
+                added[attribute] = "\n".join(of_weight).encode()
         assert attributes(new) == attributes(old) | added
     for name in before.keys() - gone:
         np.testing.assert_array_equal(before[name], after[name])
@@ -63,6 +71,33 @@ def check(original: Path, report: dynamo_moe.OffloadReport) -> None:
     for old, new in zip(kernel_layers(original), kernel_layers(report.path), strict=True):
         assert old.resident_experts is None
         assert new.resident_experts in {None, *(layer.resident_experts for layer in report.layers)}
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "int4": {"biases": False},
+    "int4 zero points": {"weight_format": "int4", "zero_points": "groups"},
+    "int4 zero point": {"weight_format": "int4", "zero_points": "experts"},
+    "mxfp4": {"weight_format": "mxfp4"},
+    "fp8": {"weight_format": "fp8", "biases": False},
+    "fp8 whole": {"weight_format": "fp8 whole"},
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_packed_experts_leave_the_file(tmp_path: Path, form: str) -> None:
+    case = packed_case("experts", shape=(4,), width=64, gated=True, **PACKED[form])
+    path = tmp_path / "packed.onnx"
+    dynamo_moe.export(PackedLayer(case).eval(), (case.arguments["x"],), path)
+    report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=3)
+    check(path, report)
+    (layer,) = report.layers
+    (kernels,) = kernel_layers(path)
+    assert [*layer.tensors] == [*kernels.shape.stored]
+    assert kernel_layers(report.path) == [replace(kernels, resident_experts=3)]
+    assert layer.expert_bytes == sum(kernels.shape.expert_bytes.values())
+    planned = plan(replace(kernels, resident_experts=3), architecture("sm_90"))
+    assert layer.device_bytes == planned.state_size
+    assert dynamo_moe.inspect(report.path).offloaded == report.layers
 
 
 @pytest.mark.parametrize("external_data", [False, True], ids=["one file", "data beside it"])
@@ -84,7 +119,7 @@ def test_experts_leave_the_file(tmp_path: Path, external_data: bool) -> None:
     size = 4 * 2 * 24 * 16
     memory = report.to_dict()["memory"]
     assert memory == {
-        "device_bytes": 2 * cache_bytes(6, 3, size // 2, size // 2),
+        "device_bytes": 2 * cache_bytes(6, 3, (size // 2, size // 2)),
         "weight_bytes": 2 * 6 * size,
         "host_bytes": 2 * 6 * size,
     }
@@ -142,7 +177,7 @@ def test_some_layers(tmp_path: Path) -> None:
 def test_memory_is_shared_out(tmp_path: Path) -> None:
     path = exported(tmp_path)
     copy = tmp_path / "copy.onnx"
-    four = 2 * cache_bytes(6, 4, 4 * 24 * 16, 4 * 24 * 16)
+    four = 2 * cache_bytes(6, 4, (4 * 24 * 16, 4 * 24 * 16))
     report = dynamo_moe.offload_file(path, copy, resident_memory=four - 1)
     assert [each.resident_experts for each in report.layers] == [3, 3]
     assert report.to_dict()["memory"]["device_bytes"] < four
@@ -175,11 +210,14 @@ def test_layers_may_share_weights(tmp_path: Path) -> None:
     report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=2)
     check(path, report)
     first, second = report.layers
-    assert first.w1 == second.w1
-    assert first.w2 != second.w2
+    assert first.tensors["w1"] == second.tensors["w1"]
+    assert first.tensors["w2"] != second.tensors["w2"]
     memory = report.to_dict()["memory"]
     assert memory["device_bytes"] == first.device_bytes + second.device_bytes
-    assert memory["host_bytes"] == first.w1.bytes + first.w2.bytes + second.w2.bytes
+    assert (
+        memory["host_bytes"]
+        == first.tensors["w1"].bytes + first.tensors["w2"].bytes + second.tensors["w2"].bytes
+    )
 
 
 def test_weights_that_are_used_elsewhere_stay(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_report_prints_the_memory(tmp_path: Path) -> None:
     assert f"{report.weights_file.name}: found" in text
     assert "note: layer 0.mlp and 1 more: with 1 resident experts" in text
     layer: OffloadedLayer = report.layers[0]
-    layer.w1.path.unlink()
+    layer.tensors["w1"].path.unlink()
     assert f"{report.weights_file.name}: missing" in shown(report)
 
 

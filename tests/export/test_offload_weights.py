@@ -24,7 +24,7 @@ def test_the_weights_file_is_a_safetensors_file(tmp_path: Path) -> None:
     )
     (written,) = tmp_path.glob("e.*.safetensors")
     assert report.weights_file == written
-    checksum = report.layers[0].w1.file.header_crc32
+    checksum = report.layers[0].tensors["w1"].file.header_crc32
     assert written.name == f"e.{checksum:08x}.safetensors"
     stored = load_file(report.weights_file)
     assert {*stored} == {f"{layer}.mlp.{name}" for layer in (0, 1) for name in ("w1", "w2")}
@@ -44,7 +44,7 @@ def test_the_weights_file_is_a_safetensors_file(tmp_path: Path) -> None:
 def test_a_file_of_other_values_is_written_beside_the_first(tmp_path: Path) -> None:
     path = exported(tmp_path)
     first = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
-    source = first.layers[0].w1
+    source = first.layers[0].tensors["w1"]
     written = source.path.stat()
     same = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=2)
     assert (first.is_weights_file_new, same.is_weights_file_new) == (True, False)
@@ -55,8 +55,8 @@ def test_a_file_of_other_values_is_written_beside_the_first(tmp_path: Path) -> N
         exported(tmp_path, model), tmp_path / "copy.onnx", resident_experts=1
     )
     assert other.is_weights_file_new
-    assert {source.state(), other.layers[0].w1.state()} == {"found"}
-    changed = other.layers[0].w1
+    assert {source.state(), other.layers[0].tensors["w1"].state()} == {"found"}
+    changed = other.layers[0].tensors["w1"]
     assert changed.path.stat().st_size == source.file.file_bytes
     assert changed.path != source.path
     # By their headers, either is told from the other one.
@@ -67,7 +67,7 @@ def test_a_file_of_other_values_is_written_beside_the_first(tmp_path: Path) -> N
 def test_a_damaged_file_of_that_name_is_replaced(tmp_path: Path) -> None:
     path = exported(tmp_path)
     first = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
-    source = first.layers[0].w1
+    source = first.layers[0].tensors["w1"]
     source.path.write_bytes(source.path.read_bytes()[:-1])
     assert source.state() == "changed"
     dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
@@ -93,7 +93,7 @@ def test_linked_weights_stay_in_their_file(tmp_path: Path) -> None:
     report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=2)
     before, after = arrays(path), arrays(report.path)
     for layer in report.layers:
-        for name, source in (("w1", layer.w1), ("w2", layer.w2)):
+        for name, source in layer.tensors.items():
             assert source.path == tmp_path / "weights" / "model.safetensors"
             assert read(source) == before[f"{layer.name}.{name}"].tobytes()
             assert after[f"{layer.name}.{name}"].shape == (1,)

@@ -14,8 +14,7 @@ LAYERS = st.lists(
         st.just("layer"),
         st.just("layer/DroplessMoE"),
         st.integers(1, 64),
-        st.integers(1, 2**32),
-        st.integers(1, 2**32),
+        st.tuples(st.integers(1, 2**32), st.integers(1, 2**32)),
     ),
     min_size=1,
     max_size=5,
@@ -52,7 +51,7 @@ def test_the_largest_share_that_fits(layers, fraction):
 
 @given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 2**32), st.integers(0, 2**40))
 def test_of_equal_layers_no_more_fit(count, experts, size, memory):
-    layers = [ExpertSizes("layer", "node", experts, size, size)] * count
+    layers = [ExpertSizes("layer", "node", experts, (size, size))] * count
     fitting = [n for n in range(1, experts + 1) if used(layers, [n] * count) <= memory]
     if fitting:
         assert share(layers, memory) == [fitting[-1]] * count
@@ -72,8 +71,8 @@ def test_the_error_says_how_much_is_enough(layers):
 
 
 def test_a_layer_has_several_names():
-    first = ExpertSizes("blocks.0.mlp.experts", "blocks.0.mlp/DroplessMoE", 8, 100, 100)
-    second = ExpertSizes("node", "node", 4, 100, 100)
+    first = ExpertSizes("blocks.0.mlp.experts", "blocks.0.mlp/DroplessMoE", 8, (100, 100))
+    second = ExpertSizes("node", "node", 4, (100, 100))
     for name in ("blocks.0.mlp.experts", "blocks.0.mlp/DroplessMoE", "blocks.0.mlp"):
         assert choose([first, second], {name: 3}, None) == [3, None]
         assert choose([first, second], {"*": 2, name: 3}, None) == [3, 2]

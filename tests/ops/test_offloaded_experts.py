@@ -288,7 +288,7 @@ def test_the_bytes_of_a_cache_are_those_of_the_plan():
         resident_experts=5,
     )
     planned = plan(layer, architecture("sm_80"))
-    assert planned.state_size == cache_bytes(33, 5, 2 * 24 * 64 * 2, 64 * 24 * 2)
+    assert planned.state_size == cache_bytes(33, 5, (2 * 24 * 64 * 2, 64 * 24 * 2))
 
 
 # --- Checks ---

@@ -114,14 +114,14 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     memory = offload["memory"]
     # Four experts of float32, 16 wide and 24 inside.
     size = 4 * 16 * 24
-    assert memory["device_bytes"] == cache_bytes(4, 2, size, size)
+    assert memory["device_bytes"] == cache_bytes(4, 2, (size, size))
     assert memory["weight_bytes"] == memory["host_bytes"] == 4 * 2 * size
     assert offload["shared_cache"] is True
     assert offload["path"] == str(moe_file)
     (node,) = (node for node in given_files[0].graph.node if node.op_type == "DroplessMoE")
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     assert (attributes["resident_experts"], attributes["expert_cache"]) == (2, 1)
-    w1 = offload["layers"][0]["w1"]
+    w1 = offload["layers"][0]["tensors"]["w1"]
     assert attributes["w1_source"].decode().startswith(f"{w1['offset']} {w1['bytes']} ")
     assert attributes["w1_source"].decode().endswith(f" {w1['path']}")
     # The checksum of the file's header, which has a hash of the values.

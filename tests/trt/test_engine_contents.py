@@ -114,17 +114,22 @@ def test_offloaded_experts_and_their_files(tmp_path):
         (experts, 2),
         (experts, 3),
     ]
-    assert [(each.w1.offset, each.w2.offset) for each in found.offloaded] == [
+    assert [(each.tensors["w1"].offset, each.tensors["w2"].offset) for each in found.offloaded] == [
         (10, 10 + size),
         (10 + 2 * size, 10 + 2 * size + larger),
     ]
     read = found.to_dict()["offloaded"]
     assert [each["weight_bytes"] for each in read] == [2 * size, 2 * larger]
     assert [each["device_bytes"] for each in read] == [
-        cache_bytes(experts, resident, bytes_ // experts, bytes_ // experts)
+        cache_bytes(experts, resident, (bytes_ // experts, bytes_ // experts))
         for resident, bytes_ in ((2, size), (3, larger))
     ]
-    assert read[0]["w1"] == {"path": str(path), "offset": 10, "bytes": size, "state": "found"}
+    assert read[0]["tensors"]["w1"] == {
+        "path": str(path),
+        "offset": 10,
+        "bytes": size,
+        "state": "found",
+    }
     assert f"{path}: found" in shown(found)
     assert [each.layers for each in found.offloaded] == [1, 1]
     path.write_bytes(path.read_bytes()[:-1])
@@ -145,7 +150,7 @@ def test_layers_of_one_size_may_differ_in_their_slots(tmp_path):
     first, second = ([(10 + at * size, size) for at in places] for places in ((0, 1), (2, 3)))
     stored = (fields(three, path, *first), fields(two, path, *second), fields(two, path, *first))
     found = contents(tmp_path, Bundle((two, three)).data, *stored, *stored)
-    assert [(each.w1.offset, each.resident_experts) for each in found.offloaded] == [
+    assert [(each.tensors["w1"].offset, each.resident_experts) for each in found.offloaded] == [
         (10, 2),
         (10, 3),
         (10 + 2 * size, 2),

@@ -7,17 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
+from onnx import helper, numpy_helper
 from torch import Tensor
 
+import dynamo_moe
+from custom_ops.kernels.plan import plan
 from custom_ops.packed_weights import WHOLE
+from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.moe_nodes.nodes import INPUTS, OPTIONAL_INPUTS
+from interpreted_gpu import uncompiled_program
 from moe_cases import assert_matches
-from packed_cases import PackedCase, packed_case
+from packed_cases import PackedCase, PackedLayer, packed_case
 from plugin_host import RUNTIME, VERSIONS, Description, attributes_of, describe
 from plugin_layers import INVALID_ARGUMENT, NOT_FOUND, checked_host
 from standin_gpu import StandinGpu
+from trt_plugin.bundle import Bundle
 
 pytest_plugins = ("plugin_layers",)
 
@@ -192,3 +199,82 @@ def test_an_engine_of_plain_weights_is_not_one_of_packed(driver, tensorrt, tmp_p
         assert tensorrt.create(name, fields, RUNTIME, "layer") is None
         (error,) = tensorrt.messages()
         assert "field programs is of DroplessMoEExpertsPacked" in error
+
+
+# --- Experts in files ---
+
+OFFLOADED = "2"
+
+
+def offloaded_node(driver, case: PackedCase, folder: Path, slots: int):
+    """A file whose experts are in another: its node's attributes, with a bundle, and inputs."""
+    path = folder / "model.onnx"
+    x = case.arguments["x"]
+    dynamo_moe.export(PackedLayer(case).eval(), (x,), path, input_names=["x"])
+    report = dynamo_moe.offload_file(path, folder / "copy.onnx", resident_experts=slots)
+    (layer,) = kernel_layers(report.path)
+    gpu = StandinGpu(driver)
+    planned = plan(layer, gpu.architecture)
+    program = uncompiled_program(planned)
+    gpu.interpreted.register(planned, program)
+    for kernel in program.kernels:
+        driver.add_image(kernel.image)
+    (folder / "model.moek").write_bytes(Bundle((program,)).data)
+    graph = onnx.load(report.path).graph
+    (node,) = (each for each in graph.node if each.op_type in NAMES.values())
+    given = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    given = {
+        name: value.decode() if isinstance(value, bytes) else value
+        for name, value in given.items()
+        if name not in ("plugin_version", "plugin_namespace")
+    }
+    stored = {each.name: torch.tensor(numpy_helper.to_array(each)) for each in graph.initializer}
+    inputs = [
+        stored[name] if name in stored else case.arguments[role]
+        for role, name in zip(INPUTS[node.op_type], node.input, strict=False)
+    ]
+    return given | {"kernels": str(folder / "model.moek")}, inputs
+
+
+@pytest.mark.parametrize("form", ["int4", "int4 zero points", "mxfp4", "fp8", "fp8 whole"])
+def test_offloaded_experts(driver, tensorrt, tmp_path, form):
+    case = small_case(form, "dropless", activation="silu", gated=True)
+    given, inputs = offloaded_node(driver, case, tmp_path, slots=2)
+    name = NAMES["dropless"]
+    plugin = tensorrt.create(name, given, layer="layer", version=OFFLOADED)
+    assert plugin is not None, tensorrt.messages()
+    described = [describe(each) for each in inputs]
+    assert plugin.supports_all(described, described[0]), tensorrt.messages()
+    assert plugin.configure(described, described[0]) == 0, tensorrt.messages()
+    size = plugin.workspace(described, described[0])
+    fields = {
+        name: replace(field, data=bytes(field.data)) for name, field in plugin.serialize().items()
+    }
+    plugin.destroy()
+    engine = tensorrt.create(name, fields, RUNTIME, "layer", OFFLOADED)
+    context = engine.attach()
+    expected = case.decoded().oracle()
+    for _ in range(2):
+        assert_matches(context.run(inputs, size), expected, case.plain.dtypes)
+    assert any("2 of 5 experts at a time are on the device" in each for each in tensorrt.messages())
+    context.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("change", ["fewer", "more", "sizes"])
+def test_sources_that_are_not_the_layers(driver, tensorrt, tmp_path, change):
+    case = small_case("int4 zero points")
+    given, inputs = offloaded_node(driver, case, tmp_path, slots=2)
+    lines = given["w1_source"].split("\n")
+    lines, message = {
+        "fewer": (lines[:2], "the layer's w1_zero_points has no source: each tensor"),
+        "more": ([*lines, lines[0]], "the layer has 6 tensors of w1 and w2, the sources have more"),
+        "sizes": ([*lines[:2], lines[0]], "the layer's w1_zero_points must have 1280 bytes, it "),
+    }[change]
+    described = [describe(each) for each in inputs]
+    changed = given | {"w1_source": "\n".join(lines)}
+    plugin = tensorrt.create(NAMES["experts"], changed, layer="layer", version=OFFLOADED)
+    assert plugin.configure(described, described[0]) == INVALID_ARGUMENT
+    (error,) = tensorrt.messages()
+    assert message in error
+    plugin.destroy()

@@ -8,7 +8,7 @@ import os
 import re
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from custom_ops.offload import WeightSource
 
+    _Sources = tuple[WeightSource, ...]
+
 #: The properties that cannot be known without loading the engine.
 UNKNOWN = (
     "names and number of its layers, its inputs and shapes, and the GPUs that the rest of it is "
@@ -36,7 +38,10 @@ _EXPORTED = b"\0dynamo_moe_program_open\0"
 # The plugin's field of that name: one 32-bit integer.
 _EXPERT_CACHE = re.compile(rb"expert_cache\0\x05\0{3}\x01\0{3}([\0\x01])\0{3}")
 # Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
-_SOURCE = re.compile(rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors")
+_LINE = rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors"
+# The tensors that store a weight: its values, scales and zero points.
+_SOURCE = re.compile(_LINE + rb"(?:\n" + _LINE + rb"){0,2}")
+_STORED_SUFFIXES = ("", "_scales", "_zero_points")
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,8 @@ class OffloadedExperts:
     """Experts' weights that an engine does not hold, but copies to the GPU when they are needed.
 
     Attributes:
-        w1: Where the weights of the first product lie.
-        w2: Where those of the second lie.
+        tensors: Where each tensor lies that stores them: ``w1`` and ``w2``, with ``w1_scales`` and
+            the like where they are packed.
         layers: The layers that have these weights and as many slots. An engine does not name its
             layers, but stores them equally often: if every number of layers has a common factor,
             they are fewer by it.
@@ -70,8 +75,7 @@ class OffloadedExperts:
         resident_experts: A layer's slots on the GPU; None if the layer is not known.
     """
 
-    w1: WeightSource
-    w2: WeightSource
+    tensors: Mapping[str, WeightSource]
     layers: int
     experts: int | None
     resident_experts: int | None
@@ -79,7 +83,7 @@ class OffloadedExperts:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all experts, in host memory."""
-        return self.w1.bytes + self.w2.bytes
+        return sum(source.bytes for source in self.tensors.values())
 
     @property
     def device_bytes(self) -> int | None:
@@ -88,8 +92,8 @@ class OffloadedExperts:
 
         if self.experts is None or self.resident_experts is None:
             return None
-        w1, w2 = (source.bytes // self.experts for source in (self.w1, self.w2))
-        return cache_bytes(self.experts, self.resident_experts, w1, w2)
+        sizes = [source.bytes // self.experts for source in self.tensors.values()]
+        return cache_bytes(self.experts, self.resident_experts, sizes)
 
     def to_dict(self) -> dict[str, Any]:
         """The experts as dicts, strings and numbers."""
@@ -99,8 +103,7 @@ class OffloadedExperts:
             "resident_experts": self.resident_experts,
             "device_bytes": self.device_bytes,
             "weight_bytes": self.weight_bytes,
-            "w1": self.w1.to_dict(),
-            "w2": self.w2.to_dict(),
+            "tensors": {name: source.to_dict() for name, source in self.tensors.items()},
         }
 
 
@@ -223,24 +226,30 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     records = {program.layer.to_bytes(): program.layer for program in programs}
     matches = [*re.finditer(b"|".join(map(re.escape, records)), data)] if records else []
     starts = [match.start() for match in matches]
-    stored: Counter[tuple[WeightSource, WeightSource, LayerRecord | None]] = Counter()
+    stored: Counter[tuple[_Sources, _Sources, LayerRecord | None]] = Counter()
     for pair in zip(texts[::2], texts[1::2], strict=False):
-        w1, w2 = (WeightSource.parse(os.fsdecode(text[0])) for text in pair)
+        w1, w2 = (WeightSource.parse_lines(os.fsdecode(text[0])) for text in pair)
         before = bisect(starts, pair[0].start())
         layer = records[matches[before - 1][0]] if before else None
-        if layer and (not layer.resident_experts or _weight_bytes(layer) != (w1.bytes, w2.bytes)):
+        sizes = tuple(sum(source.bytes for source in sources) for sources in (w1, w2))
+        if layer and (not layer.resident_experts or _weight_bytes(layer) != sizes):
             layer = None
         stored[w1, w2, layer] += 1
     copies = math.gcd(*stored.values())
     for (w1, w2, layer), count in sorted(stored.items(), key=_order):
         experts, slots = (layer.experts, layer.resident_experts) if layer else (None, None)
-        yield OffloadedExperts(w1, w2, count // copies, experts, slots)
+        tensors = {
+            weight + suffix: source
+            for weight, sources in (("w1", w1), ("w2", w2))
+            for suffix, source in zip(_STORED_SUFFIXES, sources, strict=False)
+        }
+        yield OffloadedExperts(tensors, count // copies, experts, slots)
 
 
 def _order(
-    item: tuple[tuple[WeightSource, WeightSource, LayerRecord | None], int],
+    item: tuple[tuple[_Sources, _Sources, LayerRecord | None], int],
 ) -> tuple[Path, int, int, int]:
-    w1, w2, layer = item[0]
+    (w1, *_), (w2, *_), layer = item[0]
     return w1.path, w1.offset, w2.offset, layer.resident_experts if layer else 0
 
 

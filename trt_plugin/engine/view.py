@@ -110,9 +110,9 @@ def _offloaded(offloaded: Sequence[dict[str, Any]]) -> Table:
     for heading in ("Layers", "Slots", "On the GPU", "All experts"):
         table.add_column(heading, justify="right", no_wrap=True)
     for experts in offloaded:
-        size = experts["device_bytes"]
+        size, first = experts["device_bytes"], experts["tensors"]["w1"]
         table.add_row(
-            Text(f"byte {experts['w1']['offset']} of {Path(experts['w1']['path']).name}"),
+            Text(f"byte {first['offset']} of {Path(first['path']).name}"),
             str(experts["layers"]),
             "?" if size is None else f"{experts['resident_experts']} of {experts['experts']}",
             "?" if size is None else decimal(size * experts["layers"]),
@@ -127,17 +127,14 @@ def _memory(offloaded: Sequence[dict[str, Any]], *, shared_cache: bool | None) -
     known = sum(experts["layers"] * (experts["device_bytes"] or 0) for experts in offloaded)
     on_device = "an unknown size" if None in sizes else decimal(known)
     # Layers may share weights.
-    sources = {tuple(experts[name].values()) for experts in offloaded for name in ("w1", "w2")}
+    listed = [source for experts in offloaded for source in experts["tensors"].values()]
+    sources = {tuple(source.values()) for source in listed}
     weights = decimal(sum(size for _, _, size, _ in sources))
     yield Text(
         f"Experts' weights: {on_device} on the GPU for {_CACHES[shared_cache]} instead of "
         f"{weights}; {weights} on the host, pinned"
     )
-    files = {
-        experts[name]["path"]: experts[name]["state"]
-        for experts in offloaded
-        for name in ("w1", "w2")
-    }
+    files = {source["path"]: source["state"] for source in listed}
     for path, state in files.items():
         yield Text.assemble(f"{path}: ", (state, "green" if state == "found" else "red"))
 

@@ -40,23 +40,27 @@ bool IsFloat(std::uint32_t type) {
 
 bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
 
-// The bytes of one matrix of every expert; false if they do not fit into 64 bits.
-bool ExpertBytes(const dynamo_moe_layer& layer, std::uint64_t rows, std::uint64_t columns,
-                 std::uint64_t* bytes) {
+// Adds the tensors that store a matrix of every expert; false if the bytes do not fit into 64 bits.
+bool AddTensors(const dynamo_moe_layer& layer, const format::Tensor (&names)[3], std::uint64_t rows,
+                std::uint64_t columns, std::vector<StoredTensor>* tensors) {
   const format::WeightFormat& weights = FormatOf(layer);
-  // The rows are at most twice a 32-bit size, and the bytes of an element at most 4.
-  const std::uint64_t blocks = BlockRows(layer, rows);
-  const std::uint64_t row = columns / weights.per_element * format::kDataTypeBytes[weights.values];
-  const std::uint64_t block_row = BlockColumns(layer, columns);
-  const std::uint64_t scale = format::kDataTypeBytes[layer.scales_dtype];
-  const std::uint64_t zero_point = layer.zero_points == format::kOneForEachScale ? 1 : 0;
-  std::uint64_t values = 0;
-  std::uint64_t scales = 0;
-  const std::uint64_t more = layer.zero_points == format::kOneForEachExpert ? 1 : 0;
-  return !__builtin_mul_overflow(rows, row, &values) &&
-         !__builtin_mul_overflow(blocks, block_row * (scale + zero_point), &scales) &&
-         !__builtin_add_overflow(values, scales + more, bytes) &&
-         !__builtin_mul_overflow(*bytes, std::uint64_t{layer.experts}, bytes);
+  const std::uint64_t block_rows = BlockRows(layer, rows);
+  const std::uint64_t block_columns = BlockColumns(layer, columns);
+  const bool for_each_scale = layer.zero_points == format::kOneForEachScale;
+  const auto add = [&](format::Tensor name, std::uint64_t out, std::uint64_t in,
+                       std::uint32_t dtype) {
+    // An element has at most 8 bytes, and a row at most 2^32 elements.
+    std::uint64_t bytes = in * format::kDataTypeBytes[dtype];
+    const bool fits = !__builtin_mul_overflow(bytes, out, &bytes) &&
+                      !__builtin_mul_overflow(bytes, std::uint64_t{layer.experts}, &bytes);
+    tensors->push_back({name, bytes});
+    return fits;
+  };
+  return add(names[0], rows, columns / weights.per_element, weights.values) &&
+         (!weights.IsPacked() || add(names[1], block_rows, block_columns, layer.scales_dtype)) &&
+         (layer.zero_points == format::kNoZeroPoints ||
+          add(names[2], for_each_scale ? block_rows : 1, for_each_scale ? block_columns : 1,
+              format::kI8));
 }
 
 Status CheckFormat(const dynamo_moe_layer& layer) {
@@ -221,10 +225,23 @@ std::uint64_t BlockColumns(const dynamo_moe_layer& layer, std::uint64_t columns)
   return layer.block_columns == 0 ? 1 : (columns + layer.block_columns - 1) / layer.block_columns;
 }
 
-bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2) {
+bool StoredTensors(const dynamo_moe_layer& layer, std::vector<StoredTensor>* tensors) {
   const std::uint64_t gates = Has(layer, format::kGated) ? 2 : 1;
-  return ExpertBytes(layer, gates * layer.hidden, layer.width, w1) &&
-         ExpertBytes(layer, layer.width, layer.hidden, w2);
+  return AddTensors(layer, {format::kW1, format::kW1Scales, format::kW1ZeroPoints},
+                    gates * layer.hidden, layer.width, tensors) &&
+         AddTensors(layer, {format::kW2, format::kW2Scales, format::kW2ZeroPoints}, layer.width,
+                    layer.hidden, tensors);
+}
+
+bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2) {
+  std::vector<StoredTensor> tensors;
+  bool fits = StoredTensors(layer, &tensors);
+  *w1 = *w2 = 0;
+  for (const StoredTensor& each : tensors) {
+    std::uint64_t* const sum = each.tensor < format::kW2 ? w1 : w2;
+    fits = fits && !__builtin_add_overflow(*sum, each.bytes, sum);
+  }
+  return fits;
 }
 
 bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option) {

@@ -1,10 +1,13 @@
 // The layer record: its codes, their names, and which values it may have.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
+#include "bundle/format.h"
 #include "dynamo_moe.h"
 #include "status.h"
 
@@ -85,7 +88,16 @@ const format::WeightFormat& FormatOf(const dynamo_moe_layer& layer);
 // How many blocks an expert's matrix has that share a scale, along its rows and columns.
 std::uint64_t BlockRows(const dynamo_moe_layer& layer, std::uint64_t rows);
 std::uint64_t BlockColumns(const dynamo_moe_layer& layer, std::uint64_t columns);
-// The bytes of all experts' w1 and w2; false if they do not fit into 64 bits.
+
+// A tensor that stores w1 or w2, of all experts.
+struct StoredTensor {
+  format::Tensor tensor;
+  std::uint64_t bytes;
+};
+inline constexpr std::size_t kMaxStoredTensors = 6;
+// Those of w1, its values first, and then those of w2; false if the bytes do not fit into 64 bits.
+bool StoredTensors(const dynamo_moe_layer& layer, std::vector<StoredTensor>* tensors);
+// The bytes of w1 and of w2; false if they do not fit.
 bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2);
 
 // Why a token cannot choose top_k experts of its groups; "" if it can, or if there are no groups.

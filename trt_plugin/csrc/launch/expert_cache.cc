@@ -1,8 +1,10 @@
 #include "launch/expert_cache.h"
 
+#include <algorithm>
+#include <array>
+#include <cstring>
 #include <iterator>
 #include <map>
-#include <tuple>
 #include <utility>
 
 #include "bundle/layer.h"
@@ -11,10 +13,29 @@
 namespace dynamo_moe {
 namespace {
 
-using Weights = std::shared_ptr<const HostWeights>;
+using Weights = std::vector<std::shared_ptr<const HostWeights>>;
+// The addresses of the tensors that store w1 and w2; null for those that a layer has not.
+using Addresses = std::array<const void*, kMaxStoredTensors>;
 
 Status Check(const cuda::Driver& driver, cuda::Result result, const char* function) {
   return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, function);
+}
+
+Addresses WeightsOf(const dynamo_moe_tensors& tensors) {
+  return {tensors.w1, tensors.w1_scales, tensors.w1_zero_points,
+          tensors.w2, tensors.w2_scales, tensors.w2_zero_points};
+}
+
+// Sets the addresses of a layer's weights to those of their sources, if there are any.
+void SetWeights(const Weights& weights, const dynamo_moe_layer& layer,
+                dynamo_moe_tensors* tensors) {
+  std::vector<StoredTensor> stored;
+  static_cast<void>(StoredTensors(layer, &stored));
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const void* const address = weights[i]->address();
+    std::memcpy(reinterpret_cast<char*>(tensors) + (stored[i].tensor * sizeof(address)), &address,
+                sizeof(address));
+  }
 }
 
 Status StateOffsets(const Program& program, std::size_t* offsets, std::size_t* end) {
@@ -25,22 +46,33 @@ Status StateOffsets(const Program& program, std::size_t* offsets, std::size_t* e
 
 Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, std::string_view w2,
                            ExpertSources* sources) {
-  std::uint64_t w1_bytes = 0;
-  std::uint64_t w2_bytes = 0;
-  if (!WeightBytes(layer, &w1_bytes, &w2_bytes)) {
+  std::vector<StoredTensor> stored;
+  if (!StoredTensors(layer, &stored)) {
     return InvalidArgument("the layer's experts would have 2^64 bytes or more");
   }
-  const auto open = [](const char* name, std::string_view text, std::uint64_t wanted,
-                       WeightsSource* source) -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(WeightsSource::Parse(text, source));
-    if (source->bytes != wanted) {
-      return InvalidArgument("the layer's ", name, " must have ", wanted, " bytes, it has ",
-                             source->bytes, " in ", source->path);
+  std::string_view w1_lines = w1;
+  std::string_view w2_lines = w2;
+  for (const auto& [tensor, bytes] : stored) {
+    std::string_view* const lines = tensor < format::kW2 ? &w1_lines : &w2_lines;
+    if (lines->empty() && tensor != format::kW1 && tensor != format::kW2) {
+      return InvalidArgument("the layer's ", format::kTensorNames[tensor],
+                             " has no source: each tensor of a weight is on a line of its own");
     }
-    return source->Check();
-  };
-  DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, w1_bytes, &sources->w1));
-  return open("w2", w2, w2_bytes, &sources->w2);
+    const std::size_t end = std::min(lines->find('\n'), lines->size());
+    WeightsSource& source = sources->tensors.emplace_back();
+    DYNAMO_MOE_RETURN_IF_ERROR(WeightsSource::Parse(lines->substr(0, end), &source));
+    lines->remove_prefix(std::min(end + 1, lines->size()));
+    if (source.bytes != bytes) {
+      return InvalidArgument("the layer's ", format::kTensorNames[tensor], " must have ", bytes,
+                             " bytes, it has ", source.bytes, " in ", source.path);
+    }
+    DYNAMO_MOE_RETURN_IF_ERROR(source.Check());
+  }
+  if (!w1_lines.empty() || !w2_lines.empty()) {
+    return InvalidArgument("the layer has ", stored.size(),
+                           " tensors of w1 and w2, the sources have more");
+  }
+  return {};
 }
 
 Status StateSize(const Program& program, std::size_t* bytes) {
@@ -52,14 +84,13 @@ Status StateSize(const Program& program, std::size_t* bytes) {
 class ExpertCache::Device {
  public:
   Device(const cuda::Driver& driver, const cuda::OffloadDriver& offload,
-         const ContextIdentity& context, const Program& program, Weights w1, Weights w2)
+         const ContextIdentity& context, const Program& program, Weights weights)
       : driver_(driver),
         offload_(offload),
         context_(context),
         program_(program),
         maps_(program),
-        w1_(std::move(w1)),
-        w2_(std::move(w2)) {}
+        weights_(std::move(weights)) {}
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
@@ -117,9 +148,8 @@ class ExpertCache::Device {
     DYNAMO_MOE_RETURN_IF_ERROR(Clear(side_));
     DYNAMO_MOE_RETURN_IF_ERROR(
         Check(driver_, offload_.stream_synchronize(side_), "cuStreamSynchronize"));
-    if (w1_ != nullptr) {
-      const bool both = !w1_->note().empty() && !w2_->note().empty();
-      note_ = Text(w1_->note(), both ? "; " : "", w2_->note());
+    for (const auto& each : weights_) {
+      note_ += Text(note_.empty() || each->note().empty() ? "" : "; ", each->note());
     }
     return {};
   }
@@ -169,8 +199,7 @@ class ExpertCache::Device {
     bool forked = false;
     // Of the last call.
     bool has_run = false;
-    const void* w1 = nullptr;
-    const void* w2 = nullptr;
+    Addresses weights = {};
   };
 
   Calls& calls() { return calls_; }
@@ -186,9 +215,8 @@ class ExpertCache::Device {
   cuda::Event done() const { return done_; }
   // Of a launch of a wave.
   cuda::Event end(std::uint32_t launch) const { return ends_[launch]; }
-  // Null without sources.
-  const HostWeights* w1() const { return w1_.get(); }
-  const HostWeights* w2() const { return w2_.get(); }
+  // In the order of StoredTensors(); empty without sources.
+  const Weights& weights() const { return weights_; }
 
  private:
   Status Create(cuda::Event* event) const {
@@ -213,8 +241,7 @@ class ExpertCache::Device {
   cuda::Event join_ = nullptr;
   cuda::Event done_ = nullptr;
   cuda::Event ends_[format::kMaxWaveLaunches] = {};
-  const Weights w1_;
-  const Weights w2_;
+  const Weights weights_;
   std::string note_;
   Calls calls_;
 };
@@ -242,23 +269,24 @@ Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& c
   if (offload == nullptr) {
     return status;
   }
-  Weights w1;
-  Weights w2;
+  Weights weights;
   if (sources_.has_value()) {
-    DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver, *offload, current, sources_->w1, &w1));
-    DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver, *offload, current, sources_->w2, &w2));
+    for (const WeightsSource& source : sources_->tensors) {
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          HostWeights::Open(driver, *offload, current, source, &weights.emplace_back()));
+    }
   }
   const auto open = [&] {
-    auto device = std::make_shared<Device>(driver, *offload, current, program, w1, w2);
+    auto device = std::make_shared<Device>(driver, *offload, current, program, weights);
     DYNAMO_MOE_RETURN_IF_ERROR(device->Open());
     device_ = std::move(device);
     return Status();
   };
-  if (!shared_ || w1 == nullptr) {
+  if (!shared_ || weights.empty()) {
     return open();
   }
   // Equal programs in use are one, as are equal weights of one context.
-  using Key = std::tuple<const Program*, const HostWeights*, const HostWeights*>;
+  using Key = std::pair<const Program*, std::vector<const HostWeights*>>;
   static std::mutex sharing;
   // Never destroyed: caches may outlive static objects.
   static auto* const shared = new std::map<Key, std::weak_ptr<Device>>();
@@ -266,7 +294,11 @@ Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& c
   for (auto each = shared->begin(); each != shared->end();) {
     each = each->second.expired() ? shared->erase(each) : std::next(each);
   }
-  std::weak_ptr<Device>& known = (*shared)[{&program, w1.get(), w2.get()}];
+  Key key = {&program, {}};
+  for (const auto& each : weights) {
+    key.second.push_back(each.get());
+  }
+  std::weak_ptr<Device>& known = (*shared)[std::move(key)];
   device_ = known.lock();
   if (device_ == nullptr) {
     DYNAMO_MOE_RETURN_IF_ERROR(open());
@@ -285,11 +317,9 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
         "an expert cache that contexts share cannot be captured: a graph does not wait for the "
         "other contexts' calls; with the attribute expert_cache=0, each context has its own");
   }
-  if (sources_.has_value()) {
-    tensors->w1 = device_->w1()->address();
-    tensors->w2 = device_->w2()->address();
-  }
-  const bool others = calls.has_run && (tensors->w1 != calls.w1 || tensors->w2 != calls.w2);
+  SetWeights(device_->weights(), device_->program().layer(), tensors);
+  const Addresses weights = WeightsOf(*tensors);
+  const bool others = calls.has_run && weights != calls.weights;
   const bool clear = calls.dirty || others;
   if (calls.capturing && clear) {
     return InvalidArgument("the expert cache must be emptied, since ",
@@ -305,8 +335,7 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
     DYNAMO_MOE_RETURN_IF_ERROR(Empty(stream));
   }
   calls.has_run = true;
-  calls.w1 = tensors->w1;
-  calls.w2 = tensors->w2;
+  calls.weights = weights;
   return {};
 }
 

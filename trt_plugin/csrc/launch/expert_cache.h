@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "bundle/bundle.h"
 #include "launch/driver.h"
@@ -19,12 +20,13 @@
 
 namespace dynamo_moe {
 
-// Where the experts' matrices lie in files.
+// Where the tensors that store the experts' matrices lie in files.
 struct ExpertSources {
-  WeightsSource w1;
-  WeightsSource w2;
+  // In the order of StoredTensors().
+  std::vector<WeightsSource> tensors;
 
-  // Reads where they lie, and checks the files and that the tensors have a layer's sizes.
+  // Reads where they lie, a line for each, and checks the files and that the tensors have a layer's
+  // sizes.
   static Status Open(const dynamo_moe_layer& layer, std::string_view w1, std::string_view w2,
                      ExpertSources* sources);
 };
@@ -36,9 +38,9 @@ Status StateSize(const Program& program, std::size_t* bytes);
 // another under its lock.
 class ExpertCache {
  public:
-  // Without sources, each call has the addresses of w1 and w2. With sources, shared caches of equal
-  // layers with the same weights are one in each context. Calls of a shared cache may be on any
-  // streams; those of another follow one another by the caller's order.
+  // Without sources, each call has the addresses of w1, w2 and what belongs to them. With sources,
+  // shared caches of equal layers with the same weights are one in each context. Calls of a shared
+  // cache may be on any streams; those of another follow one another by the caller's order.
   ExpertCache(std::optional<ExpertSources> sources, bool shared);
   ExpertCache(const ExpertCache&) = delete;
   ExpertCache& operator=(const ExpertCache&) = delete;
@@ -54,7 +56,7 @@ class ExpertCache {
                  const Program& program);
 
   // Begins a call of a prepared cache: waits for the last one if the cache is shared, empties the
-  // cache if its experts are not the call's, and sets w1 and w2 to their sources.
+  // cache if its experts are not the call's, and sets the weights to their sources.
   Status Begin(cuda::Stream stream, dynamo_moe_tensors* tensors);
   // Ends it. After a failure, nothing of it runs on the second stream once the stream has passed,
   // and the cache is empty if a kernel was launched.

@@ -105,7 +105,8 @@ bool LiesInFile(format::Tensor tensor) {
 Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
   if (layer.resident_experts != 0 && LiesInFile(tensor)) {
     // In place of what lies in a file.
-    return {{1}, 1};
+    const bool one = IsZeroPoints(tensor) && layer.zero_points == format::kOneForEachExpert;
+    return one ? Shape{{1, 1, 1}, 3} : Shape{{1}, 1};
   }
   const std::int64_t experts = layer.experts;
   const std::int64_t width = layer.width;

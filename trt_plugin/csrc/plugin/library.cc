@@ -81,9 +81,10 @@ extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
   static dynamo_moe::plugin::Creator made[] = {
       {{kDropless, false}, Version::kResident},    {{kDropless, false}, Version::kOffloaded},
       {{kExpertsOnly, false}, Version::kResident}, {{kExpertsOnly, false}, Version::kOffloaded},
-      {{kDropless, true}, Version::kResident},     {{kExpertsOnly, true}, Version::kResident}};
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&made[0], &made[1], &made[2],
-                                                                &made[3], &made[4], &made[5]};
+      {{kDropless, true}, Version::kResident},     {{kDropless, true}, Version::kOffloaded},
+      {{kExpertsOnly, true}, Version::kResident},  {{kExpertsOnly, true}, Version::kOffloaded}};
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {
+      &made[0], &made[1], &made[2], &made[3], &made[4], &made[5], &made[6], &made[7]};
   count = static_cast<std::int32_t>(std::size(creators));
   return creators;
 }
