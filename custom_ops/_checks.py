@@ -140,10 +140,11 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
             _check_shape(name, tensor, form, shape)
             _check_dtype(name, tensor, (x.dtype,), "as x")
     _check_devices(x, b1=b1, b2=b2)
+    near = w1.values if _is_offloaded(x, w1.values) else x
     for name, weight in (("w1", w1), ("w2", w2)):
         scales, zero_points = weight.scales, weight.zero_points
         tensors = {"": weight.values, "_scales": scales, "_zero_points": zero_points}
-        _check_devices(x, **{name + suffix: tensor for suffix, tensor in tensors.items()})
+        _check_devices(near, **{name + suffix: tensor for suffix, tensor in tensors.items()})
 
 
 def _check_packed_weight(

@@ -191,26 +191,27 @@ def readable(
     x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertWeights | PackedExperts
 ) -> dict[str, Tensor]:
     """Returns a launch's inputs by name; a weight that is transposed as the memory has it."""
-    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    one_zero_point = isinstance(parameters, PackedExperts) and _has_one_zero_point(parameters)
-    weights = {
-        **_stored("w1", w1_EFD, one_zero_point=one_zero_point),
-        **_stored("w2", w2_EDH, one_zero_point=one_zero_point),
-    }
-    tensors = {"x": x_TD, **routing, **weights, "b1": b1_EF, "b2": b2_ED}
+    _, b1_EF, _, b2_ED = parameters
+    tensors = {"x": x_TD, **routing, **stored(parameters), "b1": b1_EF, "b2": b2_ED}
     return {name: aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-def _stored(
-    name: str, weight: Tensor | PackedMatrices, *, one_zero_point: bool
-) -> dict[str, Tensor | None]:
-    """Returns the tensors that store a weight."""
-    if isinstance(weight, Tensor):
-        return {name: _as_it_lies(weight)}
-    zero_points = weight.zero_points
-    if zero_points is not None and not one_zero_point:
-        zero_points = zero_points.expand_as(weight.scales)
-    return {name: weight.values, name + SCALES: weight.scales, name + ZERO_POINTS: zero_points}
+def stored(parameters: ExpertWeights | PackedExperts) -> dict[str, Tensor]:
+    """Returns the tensors that store w1 and w2, by name; one that is transposed as it lies."""
+    w1_EFD, _, w2_EDH, _ = parameters
+    tensors: dict[str, Tensor] = {}
+    for name, weight in (("w1", w1_EFD), ("w2", w2_EDH)):
+        if isinstance(weight, Tensor):
+            tensors[name] = _as_it_lies(weight)
+            continue
+        tensors |= {name: weight.values, name + SCALES: weight.scales}
+        if weight.zero_points is not None:
+            is_one = isinstance(parameters, PackedExperts) and _has_one_zero_point(parameters)
+            zero_points = weight.zero_points
+            tensors[name + ZERO_POINTS] = (
+                zero_points if is_one else zero_points.expand_as(weight.scales)
+            )
+    return tensors
 
 
 def aligned(tensor: Tensor) -> Tensor:

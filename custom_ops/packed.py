@@ -12,8 +12,13 @@ from typing import Any, NamedTuple, Unpack, cast
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _grouped
-from custom_ops._checks import check_packed_experts, check_router, check_routing
+from custom_ops import _grouped
+from custom_ops._checks import (
+    check_packed_experts,
+    check_router,
+    check_routing,
+    check_trainable,
+)
 from custom_ops._library import (
     LIBRARY,
     check_keywords,
@@ -24,6 +29,7 @@ from custom_ops._library import (
     with_options,
 )
 from custom_ops.expert_weights import PackedExperts
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import (
     EXPERT_OPTIONS,
     ROUTER_OPTIONS,
@@ -235,7 +241,9 @@ def _register_forward(op: str) -> None:
         return _grouped.forward(*_call(op, x, *arguments, **options)).view_as(x)
 
     def on_cuda(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return _cuda.forward(*_call(op, x, *arguments, **options)).view_as(x)
+        call = _call(op, x, *arguments, **options)
+        forward = offload_calls.forward_of(call.x_TD, call.weights.w1.values)
+        return forward(*call).view_as(x)
 
     def fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         _call(op, x, *arguments, **options)
@@ -257,6 +265,7 @@ def _experts_backward(
     dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     call = _call("experts_packed", x, expert_ids, expert_weights, *rest, **options)
+    check_trainable(x, call.weights.w1.values)
     dx_TD, dweights_TK, _, db1_EF, _, db2_ED = _grouped.experts_backward(
         rows_of(dy),
         call.x_TD,
@@ -273,6 +282,7 @@ def _experts_backward(
 @torch.library.impl(LIBRARY, "dropless_packed_backward", "CUDA")
 def _dropless_backward(dy: Tensor, x: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
     call = _call("dropless_packed", x, *rest, **options)
+    check_trainable(x, call.weights.w1.values)
     router = cast(RouterOptions, call.router)
     router_weight, router_bias, selection_bias = call.routing.values()
     ids_TK, weights_TK = route(call.x_TD, router_weight, router_bias, router, selection_bias)

@@ -80,33 +80,38 @@ def offload(
 
     near = _by_storage(chain(model.parameters(), model.buffers()))
     weights = {path: _pin(path, module, near) for path, module in layers.items()}
-    around = _by_storage(weight for pair in weights.values() for weight in pair)
+    around = _by_storage(chain.from_iterable(weights.values()))
     for tensor in chain(model.parameters(), model.buffers()):
         if not any(_is_part(tensor, weight) for weight in around[_storage(tensor)]):
             tensor.data = tensor.data.to(device)
-    for path, (w1, w2) in weights.items():
+    for path, moved in weights.items():
         module = layers[path]
-        if isinstance(module, ConvertedLayer):
-            module.keep_weights(w1, w2)
-        custom_ops.offload_experts(w1, w2, residents[path], device)
+        packed = packed_experts.of(module)
+        if packed is None:
+            w1, w2 = moved
+            if isinstance(module, ConvertedLayer):
+                module.keep_weights(w1, w2)
+            custom_ops.offload_experts(w1, w2, residents[path], device)
+        else:
+            custom_ops.offload_experts(*packed.packed_weights(), residents[path], device)
     return residents
 
 
 class _Sizes(NamedTuple):
-    """E, and the bytes of one expert's w1 and w2."""
+    """E, and the bytes of one expert's part of each tensor that stores w1 or w2."""
 
     experts: int
-    w1: int
-    w2: int
+    tensor_bytes: tuple[int, ...]
 
     def cache(self, resident: int) -> int:
-        return cache_bytes(self.experts, min(resident, self.experts), (self.w1, self.w2))
+        return cache_bytes(self.experts, min(resident, self.experts), self.tensor_bytes)
 
 
-def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Returns w1 and w2 as they lie in the memory of parameters, ``[E, ...]`` each."""
-    if packed_experts.of(module) is not None:
-        raise ValueError(f"the experts of {path!r} are packed: they cannot be offloaded yet")
+def _weights(path: str, module: nn.Module) -> tuple[Tensor, ...]:
+    """Returns what stores w1 and w2 as it lies in the memory of parameters, ``[E, ...]`` each."""
+    packed = packed_experts.of(module)
+    if packed is not None:
+        return tuple(each for w in packed.packed_weights() for each in w if each is not None)
     parameters = experts_parameters(module)
     w1: Tensor
     w2: Tensor
@@ -125,8 +130,8 @@ def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _sizes(path: str, module: nn.Module) -> _Sizes:
-    w1, w2 = _weights(path, module)
-    return _Sizes(len(w1), w1[0].nbytes, w2[0].nbytes)
+    weights = _weights(path, module)
+    return _Sizes(len(weights[0]), tuple(weight[0].nbytes for weight in weights))
 
 
 def _residents(
@@ -177,8 +182,8 @@ def _is_part(tensor: Tensor, weight: Tensor) -> bool:
     return 0 <= first <= weight.nbytes - tensor.nbytes
 
 
-def _pin(path: str, module: nn.Module, near: Mapping[int, list[Tensor]]) -> tuple[Tensor, Tensor]:
-    """Moves a layer's w1 and w2 to pinned memory, and returns them; nothing keeps the old memory.
+def _pin(path: str, module: nn.Module, near: Mapping[int, list[Tensor]]) -> tuple[Tensor, ...]:
+    """Moves a layer's weights to pinned memory, and returns them; nothing keeps the old memory.
 
     Args:
         path: The layer's.
@@ -188,13 +193,13 @@ def _pin(path: str, module: nn.Module, near: Mapping[int, list[Tensor]]) -> tupl
     weights = _weights(path, module)
     # Both before a parameter moves, so that a failure leaves the layer as it was.
     pinned = [_pinned(weight) for weight in weights]
-    w1, w2 = (
+    moved = tuple(
         _moved(weight, memory, near[_storage(weight)])
         for weight, memory in zip(weights, pinned, strict=True)
     )
-    if isinstance(module, ConvertedLayer):
-        module.keep_weights(w1, w2)
-    return w1, w2
+    if isinstance(module, ConvertedLayer) and packed_experts.of(module) is None:
+        module.keep_weights(*moved)
+    return moved
 
 
 def _pinned(weight: Tensor) -> Tensor:

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.packed_weights import PackedWeight
-from custom_ops.weight_formats import SCALES, ZERO_POINTS
+from custom_ops.weight_formats import SCALES, STORED_SUFFIXES, ZERO_POINTS
 
 #: The name of the module within a layer.
 NAME = "packed_experts"
-
-_PARTS = ("", SCALES, ZERO_POINTS)
 
 
 class PackedExperts(nn.Module):
@@ -57,14 +55,23 @@ class PackedExperts(nn.Module):
         """Computes :func:`custom_ops.dropless` with these weights."""
         return custom_ops.dropless_packed(x, router_weight, **self._tensors(x), **options)
 
+    def packed_weights(self) -> tuple[PackedWeight, PackedWeight]:
+        """Returns the tensors of both weights."""
+        w1, w2 = (
+            PackedWeight(*(getattr(self, weight + suffix) for suffix in STORED_SUFFIXES))
+            for weight in ("w1", "w2")
+        )
+        return w1, w2
+
     def extra_repr(self) -> str:
         """The format, for ``print(model)``."""
         return f"weight_format={self.weight_format!r}"
 
     def _tensors(self, x: Tensor) -> dict[str, Any]:
         biases = {name: getattr(self, name) for name in ("b1", "b2")}
+        names = [weight + suffix for weight in ("w1", "w2") for suffix in STORED_SUFFIXES]
         return {
-            **{w + part: _narrow(getattr(self, w + part)) for w in ("w1", "w2") for part in _PARTS},
+            **{name: _narrow(getattr(self, name)) for name in names},
             **{name: None if b is None else b.to(x.dtype) for name, b in biases.items()},
             "weight_format": self.weight_format,
         }

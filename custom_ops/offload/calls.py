@@ -1,6 +1,7 @@
 """The operators on CUDA tokens with the experts in pinned host memory: R of them on the device.
 
-w1 and w2 alone lie in host memory, which the device reads; all else is on the device. A cache of R
+w1 and w2 alone, packed ones with their scales and zero points, lie in host memory, which the device
+reads; all else is on the device. A cache of R
 experts per layer and device persists from call to call, see :mod:`custom_ops.kernels.residency`.
 :func:`offload_experts` makes it; a layer that nobody offloaded gets one at its first call, of
 :func:`default_resident_experts`. It lives as long as the memory of both weights.
@@ -25,15 +26,17 @@ import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
-from custom_ops.expert_weights import ExpertWeights
+from custom_ops.expert_weights import ExpertWeights, PackedExperts
 from custom_ops.offload import cache_bytes
 from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.packed_weights import PackedWeight
+from custom_ops.weight_formats import STORED_SUFFIXES
 
 if TYPE_CHECKING:
     from custom_ops.kernels.spec import ForwardPlan
 
-# E, the addresses and bytes of w1 and w2, and the device: parts of a weight have its address.
-_Key = tuple[int, int, int, int, int, torch.device]
+# E, the device, and addresses and bytes of the tensors: parts of a weight have its address.
+_Key = tuple[int, torch.device, tuple[tuple[int, int], ...]]
 
 
 def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
@@ -46,7 +49,7 @@ def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
@@ -61,14 +64,14 @@ def forward(
     """
     fields = _cuda.layer_fields(x_TD, routing, parameters, options, router)
     tensors = _cuda.readable(x_TD, routing, parameters)
-    w1_EFD, _, w2_EDH, _ = parameters
-    for name, weight in (("w1", w1_EFD), ("w2", w2_EDH)):
+    weights = _cuda.stored(parameters)
+    for name, weight in weights.items():
         if tensors[name].data_ptr() != weight.data_ptr():
             raise ValueError(
                 f"{name} is in host memory, where it must be contiguous, or the transpose of what "
                 f"is, and begin at a multiple of 16 bytes; got strides {weight.stride()}"
             )
-    cache = _cache_of(w1_EFD, w2_EDH, x_TD.device, fields["top_k"])
+    cache = _cache_of(weights, x_TD.device, fields["top_k"])
     plan = _plan(x_TD.device, resident_experts=cache.resident, **fields)
     if x_TD.shape[0] > plan.ranges[-1].last:
         raise ValueError(
@@ -78,12 +81,15 @@ def forward(
     tensors["y"] = y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if x_TD.shape[0]:
         with torch.cuda.device(x_TD.device):
-            cache.launch(plan, tensors, (_change_count(w1_EFD), _change_count(w2_EDH)))
+            cache.launch(plan, tensors, tuple(map(_change_count, weights.values())))
     return y_TD
 
 
 def offload_experts(
-    w1: Tensor, w2: Tensor, resident_experts: int, device: torch.device | str = "cuda"
+    w1: Tensor | PackedWeight,
+    w2: Tensor | PackedWeight,
+    resident_experts: int,
+    device: torch.device | str = "cuda",
 ) -> None:
     """Makes, or makes anew, the cache of a layer whose experts are in pinned host memory.
 
@@ -96,8 +102,9 @@ def offload_experts(
     again, synchronise with the device if it may still compute.
 
     Args:
-        w1: ``[E, F, D]`` or ``[E, D, F]``, as it lies.
-        w2: ``[E, D, H]`` or ``[E, H, D]``, as it lies.
+        w1: ``[E, F, D]`` or ``[E, D, F]``, as it lies; or the tensors that pack it, of
+            :func:`custom_ops.experts_packed`.
+        w2: ``[E, D, H]`` or ``[E, H, D]``, as it lies; packed where w1 is.
         resident_experts: R, in ``1..E``.
         device: Where the layer computes; without an index, the current CUDA device.
 
@@ -110,7 +117,13 @@ def offload_experts(
     if device.type == "cuda" and device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     with _LOCK:
-        _make(w1, w2, resident_experts, device)
+        _make(_named("w1", w1) | _named("w2", w2), resident_experts, device)
+
+
+def _named(name: str, weight: Tensor | PackedWeight) -> dict[str, Tensor]:
+    tensors = (weight,) if isinstance(weight, Tensor) else weight
+    named = zip(STORED_SUFFIXES, tensors, strict=False)
+    return {name + suffix: tensor for suffix, tensor in named if tensor is not None}
 
 
 def default_resident_experts(experts: int, top_k: int) -> int:
@@ -136,11 +149,11 @@ class _Cache:
             self._ended = self._stream.record_event()
         # The change counts of the weights that are in the slots; None where the tables are to be
         # emptied.
-        self._cached_counts: tuple[int, int] | None = None
+        self._cached_counts: tuple[int, ...] | None = None
         self._lock = threading.Lock()
 
     def launch(
-        self, plan: ForwardPlan, tensors: dict[str, Tensor], change_counts: tuple[int, int]
+        self, plan: ForwardPlan, tensors: dict[str, Tensor], change_counts: tuple[int, ...]
     ) -> None:
         """Runs a call on the current stream, behind the cache's earlier calls."""
         from custom_ops.kernels.launch_waves import launch_in_waves
@@ -179,23 +192,25 @@ _CACHES: dict[_Key, _Cache] = {}
 _LOCK = threading.RLock()
 
 
-def _cache_of(w1: Tensor, w2: Tensor, device: torch.device, top_k: int) -> _Cache:
-    cache = _CACHES.get(_key(w1, w2, device))
+def _cache_of(weights: Mapping[str, Tensor], device: torch.device, top_k: int) -> _Cache:
+    key = _key(weights, device)
+    cache = _CACHES.get(key)
     if cache is not None:
         return cache
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_NOT_IN_A_CAPTURE)
     with _LOCK:
-        resident = default_resident_experts(w1.shape[0], top_k)
-        return _CACHES.get(_key(w1, w2, device)) or _make(w1, w2, resident, device)
+        resident = default_resident_experts(len(weights["w1"]), top_k)
+        return _CACHES.get(key) or _make(weights, resident, device)
 
 
-def _key(w1: Tensor, w2: Tensor, device: torch.device) -> _Key:
-    return w1.shape[0], w1.data_ptr(), w1.nbytes, w2.data_ptr(), w2.nbytes, device
+def _key(weights: Mapping[str, Tensor], device: torch.device) -> _Key:
+    places = tuple((weight.data_ptr(), weight.nbytes) for weight in weights.values())
+    return len(weights["w1"]), device, places
 
 
-def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache:
-    for name, weight in (("w1", w1), ("w2", w2)):
+def _make(weights: Mapping[str, Tensor], resident: int, device: torch.device) -> _Cache:
+    for name, weight in weights.items():
         if weight.device.type != "cpu":
             raise ValueError(f"{name} is on {weight.device}: experts are offloaded to host memory")
         if not weight.is_pinned():
@@ -204,17 +219,18 @@ def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache
                 f"{name}.pin_memory(), or offload the model by dynamo_moe.offload; under autocast, "
                 "its dtype must be autocast's"
             )
-    experts = w1.shape[0]
-    if w2.shape[0] != experts:
-        raise ValueError(f"w1 has {experts} experts, w2 has {w2.shape[0]}")
+    experts = len(weights["w1"])
+    for name, weight in weights.items():
+        if len(weight) != experts:
+            raise ValueError(f"w1 has {experts} experts, {name} has {len(weight)}")
     if isinstance(resident, bool) or not isinstance(resident, int):
         raise TypeError(f"resident_experts must be an integer, got {resident!r}")
     if not 1 <= resident <= experts:
         raise ValueError(f"resident_experts must be in 1..{experts}, got {resident}")
-    size = cache_bytes(experts, resident, (w1[0].nbytes, w2[0].nbytes))
-    key = _key(w1, w2, device)
+    size = cache_bytes(experts, resident, (weight[0].nbytes for weight in weights.values()))
+    key = _key(weights, device)
     if key not in _CACHES:
-        for weight in (w1, w2):
+        for weight in weights.values():
             # The storage, since the tensor may be a view of the weight's memory.
             weakref.finalize(weight.untyped_storage(), _forget, key).atexit = False
     _CACHES[key] = made = _Cache(resident, size, device)

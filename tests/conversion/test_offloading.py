@@ -99,6 +99,28 @@ def test_the_model_computes_the_same_from_host_memory(kind, monkeypatch):
     assert {each.resident for each in _CACHES.values()} == {3}
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_packed_experts_too(zero_points, monkeypatch):
+    model = converted(nn.Sequential(Listed(), Listed()))
+    dynamo_moe.quantize(model, group=8, zero_points=zero_points)
+    x = torch.randn(9, 16)
+    expected = model(x)
+    packed = [each for name, each in model.named_buffers() if ".w" in name]
+    assert len(packed) == (12 if zero_points else 8)
+    sizes = [each[0].nbytes for each in packed[: len(packed) // 2]]
+    memory = 2 * cache_bytes(EXPERTS, 3, sizes)
+    assert dynamo_moe.offload(model, memory=memory, device="cpu") == {"0": 3, "1": 3}
+    assert dynamo_moe.offload(model, memory=memory - 1, device="cpu") == {"0": 2, "1": 2}
+    dynamo_moe.offload(model, 2, device="cpu")
+    assert all(each.is_pinned() for name, each in model.named_buffers() if ".w" in name)
+    assert {each.resident for each in _CACHES.values()} == {2}
+    caches = {*_CACHES}
+    monkeypatch.setattr(offload_calls, "forward_of", lambda *_: offload_calls.forward)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+    assert {*_CACHES} == caches
+
+
 def experts_of(model: nn.Module) -> list[nn.Parameter]:
     return [each for each in model.parameters() if each.numel() >= 16 * 24]
 

@@ -297,13 +297,6 @@ def test_packed_experts_are_not_trained(tmp_path: Path) -> None:
         )
 
 
-def test_packed_experts_are_not_offloaded() -> None:
-    model = listed()
-    dynamo_moe.quantize(model)
-    with pytest.raises(ValueError, match="the experts of '0' are packed: they cannot be offloaded"):
-        dynamo_moe.offload(model, 2)
-
-
 def test_in_training_it_says_so() -> None:
     model = listed()
     dynamo_moe.quantize(model)

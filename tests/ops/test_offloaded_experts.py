@@ -30,9 +30,11 @@ from custom_ops.offload import cache_bytes
 from custom_ops.offload import calls as offload_calls
 from custom_ops.offload.calls import _CACHES, default_resident_experts, offload_experts
 from custom_ops.options import ROUTER_OPTIONS
-from custom_ops.weight_formats import plain_format
+from custom_ops.packed_weights import PackedWeight
+from custom_ops.weight_formats import STORED_SUFFIXES, plain_format
 from mocked_device import Stream, mocked_device
 from moe_cases import OPS, Case, make_case
+from packed_cases import packed_case
 from wave_runs import run_resident
 
 
@@ -69,6 +71,31 @@ def test_results_and_the_default_number_of_slots(op, tokens):
     case = case_of(op, tokens)
     assert torch.equal(run(case), run_resident(case))
     assert only_cache().resident == 2
+
+
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8 rows"])
+def test_packed_experts(form, monkeypatch):
+    zero_points = "groups" if form == "int4" else ""
+    case = packed_case("dropless", form, width=32, gated=True, zero_points=zero_points)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda *_: offload_calls.forward)
+    monkeypatch.setattr(
+        "custom_ops.packed._grouped", SimpleNamespace(forward=offload_calls.forward)
+    )
+    assert torch.equal(case(), run_resident(case).view_as(case.arguments["x"]))
+    assert only_cache().resident == 2
+    w1, w2 = (
+        PackedWeight(*(case.packed[weight + suffix] for suffix in STORED_SUFFIXES))
+        for weight in ("w1", "w2")
+    )
+    used = only_cache()
+    offload_experts(w1, w2, 4, "cpu")
+    assert only_cache() is not used
+    before = case()
+    assert only_cache().resident == 4
+    case.packed["w1_scales"].add_(1)
+    assert not torch.equal(case(), before)
+    with pytest.raises(ValueError, match="w1 has 5 experts, w2_scales has 4"):
+        offload_experts(w1, w2._replace(scales=w2.scales[:4]), 4, "cpu")
 
 
 def test_offloading_chooses_the_number_of_slots_and_empties_them():

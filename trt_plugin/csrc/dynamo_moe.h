@@ -191,15 +191,15 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_state(const dynamo_moe_progr
 /* Opens an empty cache of experts for a layer that is offloaded: whose w1 and w2 lie in host
  * memory, of which the device holds resident_experts experts at a time. A source says where the
  * tensors of a weight lie in safetensors files, each on a line of its own: its values, scales and
- * zero points, of which the layer has the first, the first two or all. Each line is "<offset> <bytes> <file's bytes> <header's bytes> <header's
- * CRC-32 in 8 hexadecimal digits> <absolute path>"; the header is the length and the JSON text with
- * which the file begins. The file is looked for in the folder that the environment variable
- * DYNAMO_MOE_WEIGHTS names, then at its path; one that is missing, or another by its size or
- * header, is an error. Where both sources are null, w1 and w2 of each call are addresses of pinned
- * host memory, as the device knows it. If `shared` is not 0, calls may be on any streams, and wait
- * for one another; else the caller orders them. Shared caches of equal layers with the same tensors
- * of files are one in each context of this process. Needs no driver. Close it with
- * dynamo_moe_cache_close(). */
+ * zero points, of which the layer has the first, the first two or all. Each line is "<offset>
+ * <bytes> <file's bytes> <header's bytes> <header's CRC-32 in 8 hexadecimal digits> <absolute
+ * path>"; the header is the length and the JSON text with which the file begins. The file is looked
+ * for in the folder that the environment variable DYNAMO_MOE_WEIGHTS names, then at its path; one
+ * that is missing, or another by its size or header, is an error. Where both sources are null, w1
+ * and w2 of each call are addresses of pinned host memory, as the device knows it. If `shared` is
+ * not 0, calls may be on any streams, and wait for one another; else the caller orders them. Shared
+ * caches of equal layers with the same tensors of files are one in each context of this process.
+ * Needs no driver. Close it with dynamo_moe_cache_close(). */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_open(const dynamo_moe_program* program,
                                                        const char* w1_source, const char* w2_source,
                                                        int shared, dynamo_moe_cache** cache);
