@@ -290,8 +290,9 @@ def _few(
         slots: Vectors that a program multiplies.
         vectors: Times that a token's products take ``slots`` vectors.
     """
-    # Registers hold the products, as many as of weights that are not packed.
-    itemsize = layer.shape.weight_format.operand_dtype.itemsize
+    # Registers hold the products; those of packed weights are summed up by words.
+    weight_format = layer.shape.weight_format
+    itemsize = weight_format.operand_dtype.itemsize if weight_format.is_plain else 1
     slots = power_of_2(slots)
     if transposed:
         blocks_n = [width // (gates * itemsize) for width in (_LINE_BYTES, _LINE_BYTES // 2)]

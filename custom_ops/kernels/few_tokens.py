@@ -24,7 +24,13 @@ from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Constant, Step, WorkspacePointer
-from custom_ops.kernels.weights import per_element, place_of, weights_at, weights_places
+from custom_ops.kernels.weights import (
+    packed_products,
+    per_element,
+    place_of,
+    weights_at,
+    weights_places,
+)
 
 # The rows that the products of a wave write, and their sum reads.
 _FLOAT32_ROWS = WorkspacePointer("rows", torch.float32)
@@ -94,32 +100,38 @@ def few_up_kernel(
     if WEIGHT_ON_INPUT:
         weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
 
-    products = tl.zeros((BLOCK_K, ROWS) if W1_TRANSPOSED else (ROWS, BLOCK_K), tl.float32)
+    if ENCODING == "plain":
+        products = tl.zeros((BLOCK_K, ROWS) if W1_TRANSPOSED else (ROWS, BLOCK_K), tl.float32)
+    else:
+        products = tl.zeros((ROWS, BLOCK_K // (4 * per_element(ENCODING))), tl.float32)
     for start in tl.range(0, D, BLOCK_K, num_stages=NUM_STAGES):
-        inside = start + k < D
-        x = tl.load(x_ptrs + start, mask=inside, other=0.0)
-        if WEIGHT_ON_INPUT:
-            x = x.to(tl.float32) * weight
-        w = weights_at(
-            w1_ptr,
-            w1_scales_ptr,
-            w1_zero_points_ptr,
-            place,
-            n,
-            start,
-            in_n,
-            None,
-            dtype,
-            F,
-            D,
-            BLOCK_K,
-            W1_TRANSPOSED,
-            ENCODING,
-            SCALE_N,
-            SCALE_K,
-            ONE_ZERO_POINT,
-        )
-        products += w * x.to(dtype).to(tl.float32)
+        if ENCODING == "plain":
+            x = tl.load(x_ptrs + start, mask=start + k < D, other=0.0)
+            if WEIGHT_ON_INPUT:
+                x = x.to(tl.float32) * weight
+            w = weights_at(w1_ptr, place, n, start, in_n, None, F, D, BLOCK_K, W1_TRANSPOSED)
+            products += w * x.to(dtype).to(tl.float32)
+        else:
+            products += packed_products(
+                w1_ptr,
+                w1_scales_ptr,
+                w1_zero_points_ptr,
+                x_ptr + slot // K * D,
+                weight if WEIGHT_ON_INPUT else None,
+                place,
+                n,
+                start,
+                in_n,
+                True,
+                dtype,
+                F,
+                D,
+                BLOCK_K,
+                ENCODING,
+                SCALE_N,
+                SCALE_K,
+                ONE_ZERO_POINT,
+            )
     z = tl.sum(products, axis=K_AXIS)
     if row_scale_ptr is not None:
         z *= tl.load(row_scale_ptr + slot // K)
@@ -198,33 +210,41 @@ def few_down_kernel(
         place = tl.load(place_of_expert_ptr + expert, mask=has_expert, other=0).to(tl.int64)
 
     # All slots at once, since one expert's rows alone are too little to have in flight.
-    if W2_TRANSPOSED:
+    if ENCODING != "plain":
+        WORDS: tl.constexpr = BLOCK_K // (4 * per_element(ENCODING))
+        products = tl.zeros((SLOTS, BLOCK_N, WORDS), tl.float32)
+        k = tl.expand_dims(tl.arange(0, WORDS), (0, 1))
+    elif W2_TRANSPOSED:
         products = tl.zeros((SLOTS, BLOCK_K, BLOCK_N), tl.float32)
     else:
         products = tl.zeros((SLOTS, BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.range(0, H, BLOCK_K, num_stages=NUM_STAGES):
-        inside = has_expert & (start + k < H)
-        h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0).to(tl.float32)
-        w = weights_at(
-            w2_ptr,
-            w2_scales_ptr,
-            w2_zero_points_ptr,
-            place,
-            n,
-            start,
-            n < D,
-            has_expert,
-            hidden_ptr.dtype.element_ty,
-            D,
-            H,
-            BLOCK_K,
-            W2_TRANSPOSED,
-            ENCODING,
-            SCALE_N,
-            SCALE_K,
-            ONE_ZERO_POINT,
-        )
-        products += w * h
+        if ENCODING == "plain":
+            inside = has_expert & (start + k < H)
+            h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0).to(tl.float32)
+            w = weights_at(w2_ptr, place, n, start, n < D, has_expert, D, H, BLOCK_K, W2_TRANSPOSED)
+            products += w * h
+        else:
+            products += packed_products(
+                w2_ptr,
+                w2_scales_ptr,
+                w2_zero_points_ptr,
+                hidden_ptr + slot * H,
+                None,
+                place,
+                n,
+                start,
+                has_expert & (n < D),
+                has_expert,
+                hidden_ptr.dtype.element_ty,
+                D,
+                H,
+                BLOCK_K,
+                ENCODING,
+                SCALE_N,
+                SCALE_K,
+                ONE_ZERO_POINT,
+            )
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * D + n, mask=has_expert & (n < D), other=0.0)
         products += tl.where(k == 0, bias.to(tl.float32), 0.0)

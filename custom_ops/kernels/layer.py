@@ -86,10 +86,11 @@ class Layer:
         if shape.layout != WeightLayout():
             raise ValueError(f"packed weights lie as (out, in); got {shape.layout}")
         columns = weight_format.block[1]
-        if columns < max(shape.width, shape.hidden) and columns != power_of_2(columns):
+        is_group = columns >= SIZE_MULTIPLE and columns == power_of_2(columns)
+        if columns < max(shape.width, shape.hidden) and not is_group:
             raise NoKernelsError(
-                "the kernels need scales for a power of two of columns, or for whole rows; "
-                f"got {columns}"
+                f"the kernels need scales for a power of two of columns from {SIZE_MULTIPLE} on, "
+                f"or for whole rows; got {columns}"
             )
 
     def check_plain(self, what: str) -> None:

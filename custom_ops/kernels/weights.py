@@ -1,8 +1,8 @@
 """The experts' weights: where a tile of them lies in memory, and how it is loaded.
 
-All kernels read weights through here, by :func:`load_weights` for products of matrices and
-:func:`weights_at` for those of vectors. Packed weights are decoded in registers: an element's code
-becomes the bits of a float32 by shifts, and a scale is loaded once for the elements that share it.
+All kernels read weights through here, by :func:`load_weights` for products of matrices, and for
+those of vectors by :func:`weights_at`, or :func:`packed_products` where they are packed. Packed
+weights are decoded in registers: an element's code becomes the bits of a float32 by shifts.
 
 Legend: E experts, N rows of an expert's matrix and so columns of the product, K its depth. A tile
 of a gated w1 holds gate and up of the same hidden units, side by side if their rows alternate in
@@ -256,58 +256,125 @@ def load_weights(
 @triton.jit
 def weights_at(
     w_ptr,  # [E, N, K], or [E, K, N] if TRANSPOSED; or slots of experts
-    scales_ptr,
-    zero_points_ptr,
     expert,  # or its place
     n,
     start,
     has_row,
     has_expert,  # or None where there is no question
-    dtype: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+):
+    """Returns ``w[expert, n, start:start + BLOCK_K]`` of plain weights as float32, zeros outside.
+
+    ``expert`` and ``n`` are int64; they and the masks broadcast to a tile whose axis of the depth
+    is 1: the last, or the last but one if TRANSPOSED.
+    """
+    k = start + _along(n, BLOCK_K, 1 if TRANSPOSED else 0)
+    ptrs = weights_places(w_ptr, expert, n, k.to(tl.int64), N, K, TRANSPOSED)
+    # In this order: it is the mask of the vectors first, which costs no registers of its own.
+    inside = k < K
+    if has_expert is not None:
+        inside = has_expert & inside
+    tile = tl.load(ptrs, mask=inside & has_row, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _code_in(word, PLACE: tl.constexpr, ENCODING: tl.constexpr):
+    """Returns a float32 by a code's place in a word, :func:`packed_products` says of what."""
+    if ENCODING == "int4":
+        shifted = word << (16 - 4 * PLACE) if PLACE < 4 else word >> (4 * PLACE - 16)
+        bits = (shifted & 0xF0000) | 0x43000000
+    elif ENCODING == "mxfp4":
+        bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
+    else:
+        bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed_products(
+    w_ptr,  # [E, N, K] codes, a row in words of 4 bytes; or slots of experts
+    scales_ptr,  # as of _decoded
+    zero_points_ptr,
+    x_ptr,  # of a vector [K]; a tile broadcasts to experts and rows
+    x_weight,  # float32 on x, or None
+    expert,  # or its place
+    n,
+    start,
+    inside,  # whether there are such an expert and row
+    has_x,
+    dtype: tl.constexpr,  # of the operands
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ENCODING: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
     ONE_ZERO_POINT: tl.constexpr,
 ):
-    """Returns ``w[expert, n, start:start + BLOCK_K]`` of ``dtype`` as float32, zeros outside.
+    """Returns ``w[expert, n, k] * x[k]`` for BLOCK_K of k, summed up over the codes of a word.
 
-    ``expert`` and ``n`` are int64; they and the masks broadcast to a tile whose axis of the depth
-    is 1: the last, or the last but one if TRANSPOSED.
+    ``expert``, ``n`` and the masks are as of :func:`_decoded`, and so is the tile, which has a word
+    in each place of its last axis. A weight is not rounded to the operands' dtype. A code becomes
+    the bits of a float32 by a shift and a mask: 128 + q of int4, of which the sum of x takes off
+    what is too much; an E2M1 number times 2**-126 and an E4M3 number times 2**-120, which x and
+    the scale make up for by a half each.
     """
-    if ENCODING != "plain":
-        inside = has_row
-        if has_expert is not None:
-            inside &= has_expert
-        tile = _decoded(
-            w_ptr,
-            scales_ptr,
-            zero_points_ptr,
-            expert,
-            n,
-            start,
-            inside,
-            N,
-            K,
-            BLOCK_K,
-            ENCODING,
-            SCALE_N,
-            SCALE_K,
-            ONE_ZERO_POINT,
-        )
-        tile = tile.to(dtype)
+    PER_WORD: tl.constexpr = 4 * per_element(ENCODING)
+    WORDS: tl.constexpr = K // PER_WORD
+    # Elements of x, in a load of 8 bytes.
+    X_BITS: tl.constexpr = x_ptr.dtype.scalar.element_ty.primitive_bitwidth
+    X_LOAD: tl.constexpr = 64 // X_BITS
+    HALF: tl.constexpr = 2.0**63 if ENCODING == "mxfp4" else (2.0**60 if ENCODING == "fp8" else 1.0)
+    word = start // PER_WORD + _along(n, BLOCK_K // PER_WORD, 0)
+    has_word = word < WORDS
+    packed = tl.load(
+        w_ptr.to(tl.pointer_type(tl.int32)) + (expert * N + n) * WORDS + word,
+        mask=inside & has_word,
+        other=0,
+    )
+    x_ptrs = x_ptr.to(tl.pointer_type(tl.int64)) + word * (PER_WORD // X_LOAD)
+    sums = None
+    x_sum = None
+    for i in tl.static_range(PER_WORD):
+        if i % X_LOAD == 0:
+            several = tl.load(x_ptrs + i // X_LOAD, mask=has_x & has_word, other=0)
+        one = several >> (X_BITS * (i % X_LOAD))
+        if X_BITS == 16:
+            x = one.to(tl.int16).to(x_ptr.dtype.scalar.element_ty, bitcast=True)
+        else:
+            x = one.to(tl.int32).to(x_ptr.dtype.scalar.element_ty, bitcast=True)
+        if x_weight is not None:
+            x = x.to(tl.float32) * x_weight
+        x = x.to(dtype).to(tl.float32) * HALF
+        term = _code_in(packed, i, ENCODING) * x
+        sums = term if sums is None else sums + term
+        x_sum = x if x_sum is None else x_sum + x
+    group = word * PER_WORD // SCALE_K
+    if SCALE_N < N:
+        row = expert * ((N + SCALE_N - 1) // SCALE_N) + n // SCALE_N
     else:
-        k = start + _along(n, BLOCK_K, 1 if TRANSPOSED else 0)
-        ptrs = weights_places(w_ptr, expert, n, k.to(tl.int64), N, K, TRANSPOSED)
-        # In this order: it is the mask of the vectors first, which costs no registers of its own.
-        inside = k < K
-        if has_expert is not None:
-            inside = has_expert & inside
-        tile = tl.load(ptrs, mask=inside & has_row, other=0.0)
-    return tile.to(tl.float32)
+        row = expert + n * 0
+    place = row * ((K + SCALE_K - 1) // SCALE_K) + group
+    scales = tl.load(scales_ptr + place, mask=inside & has_word, other=0)
+    scales = _e8m0(_unsigned(scales)) if ENCODING == "mxfp4" else scales.to(tl.float32)
+    if ENCODING == "int4":
+        zeros = 8.0
+        if zero_points_ptr is not None:
+            if ONE_ZERO_POINT:
+                zeros = tl.load(zero_points_ptr + expert + n * 0, mask=inside, other=0)
+            else:
+                zeros = tl.load(zero_points_ptr + place, mask=inside & has_word, other=0)
+            zeros = zeros.to(tl.float32)
+        sums -= (zeros + 128.0) * x_sum
+    elif ENCODING == "fp8":
+        # A byte of NaN carries into its highest bit.
+        is_nan = ((packed & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+        sums = tl.where(is_nan != 0, float("nan"), sums)
+    return sums * (scales * HALF)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from custom_ops.kernels.launch_waves import launch_in_waves
 from custom_ops.kernels.layer import NoKernelsError
 from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
-from custom_ops.kernels.weights import _decoded
+from custom_ops.kernels.weights import _decoded, packed_products
 from custom_ops.packed_weights import ENCODINGS
 from custom_ops.weight_formats import packed_format
 from kernel_runs import call_tensors, layer_of, run_kernels
@@ -136,9 +136,52 @@ def test_every_code(weight_format: str) -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@triton.jit
+def _products_kernel(
+    w_ptr, scales_ptr, x_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, ENCODING: tl.constexpr,
+    SCALE_K: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    n, word = tl.arange(0, N)[:, None].to(tl.int64), tl.arange(0, WORDS)[None, :]
+    products = packed_products(
+        w_ptr, scales_ptr, None, x_ptr, None, 0, n, 0, n < N, True, tl.float32, N, K, K, ENCODING,
+        1, SCALE_K, False,
+    )  # fmt: skip
+    tl.store(out_ptr + n * WORDS + word, products)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", ENCODINGS)
+def test_every_code_of_few_tokens(weight_format: str, dtype: torch.dtype) -> None:
+    """The product with a vector that has a 1 in one place of each word is the weight there."""
+    encoding = ENCODINGS[weight_format]
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.int8)
+    values = codes.repeat(256, 1)
+    columns, per_word = 256 * encoding.per_byte, 4 * encoding.per_byte
+    shared, scales = columns, torch.linspace(0.1, 3, 256)[:, None].contiguous()
+    if weight_format == "mxfp4":
+        # As far as 2**64: what is beyond is more than a float32 holds of its sums.
+        shared, exponents = 32, torch.arange(256).where(torch.arange(256) <= 127 + 64, 255)
+        scales = exponents.to(torch.uint8).view(torch.int8)[:, None].expand(256, columns // 32)
+        scales = scales.contiguous()
+    expected = encoding.decode(values.view(torch.uint8), scales, None, torch.float32)
+    for place in range(per_word):
+        x = torch.zeros(columns, dtype=dtype)
+        x[place::per_word] = 1
+        out = torch.empty(256, columns // per_word)
+        _products_kernel[(1,)](
+            *(values, scales, x, out),
+            *(256, columns, weight_format, shared, columns // per_word),
+        )
+        # A NaN beside is one of the word's terms.
+        is_nan = expected.isnan().view(256, -1, per_word).any(-1)
+        assert torch.equal(out.isnan(), is_nan)
+        wanted = expected[:, place::per_word]
+        torch.testing.assert_close(out[~is_nan], wanted[~is_nan], rtol=0, atol=0)
+
+
 def test_shared_columns_that_blocks_do_not_fit() -> None:
     case = packed_case("experts", group=24, width=72, hidden=48)
-    with pytest.raises(NoKernelsError, match=r"a power of two of columns, or .*; got 24"):
+    with pytest.raises(NoKernelsError, match=r"a power of two of columns from 8 on, .*; got 24"):
         layer_of(case)
 
 
