@@ -337,8 +337,8 @@ def packed_products(
         other=0,
     )
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int64)) + word * (PER_WORD // X_LOAD)
-    sums = None
-    x_sum = None
+    sums = -0.0  # To add to it costs nothing.
+    x_sum = -0.0
     for i in tl.static_range(PER_WORD):
         if i % X_LOAD == 0:
             several = tl.load(x_ptrs + i // X_LOAD, mask=has_x & has_word, other=0)
@@ -350,9 +350,8 @@ def packed_products(
         if x_weight is not None:
             x = x.to(tl.float32) * x_weight
         x = x.to(dtype).to(tl.float32) * HALF
-        term = _code_in(packed, i, ENCODING) * x
-        sums = term if sums is None else sums + term
-        x_sum = x if x_sum is None else x_sum + x
+        sums += _code_in(packed, i, ENCODING) * x
+        x_sum += x
     group = word * PER_WORD // SCALE_K
     if SCALE_N < N:
         row = expert * ((N + SCALE_N - 1) // SCALE_N) + n // SCALE_N

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.gpu import packed_code
 from benchmarks.gpu.kernel_code import disassemble
 from benchmarks.gpu.layers import SHAPES
 from custom_ops.kernels.architectures import architecture
@@ -226,6 +227,24 @@ def test_offloaded_experts(form: str, resident: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not packed_code.read_record(triton.__version__), reason="no record of this version of Triton"
+)
+def test_a_weight_costs_no_more_than_recorded() -> None:
+    """Of docs/benchmarks/packed_code.json; `python -m benchmarks.gpu.packed_code` writes it."""
+    record = packed_code.read_record(triton.__version__)
+    found = packed_code.measure([architecture("sm_90")], progress=False)
+    assert len(found) == 2 * len(packed_code.FORMATS)
+    for name, cost in found.items():
+        for figure in ("bytes", "instructions", "registers", "local_memory"):
+            assert cost[figure] <= record[name][figure], (name, figure)
+        if name.startswith("sm_90 int4"):
+            assert cost["bytes"] < 2 / 3.3
+        if name.startswith("sm_90 fp8") and "up" in name:
+            # The memory's speed is what limits it.
+            assert cost["instructions"] < cost["affordable"]
+
+
 @pytest.mark.parametrize(
     "device", ["sm_90", *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)]
 )
