@@ -132,6 +132,15 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
         (w1.zero_points is None) == (w2.zero_points is None),
         lambda: "w1_zero_points and w2_zero_points must be given together",
     )
+    points = [weight.zero_points for weight in (w1, w2) if weight.zero_points is not None]
+    are_one = [tuple(tensor.shape[1:]) == (1, 1) for tensor in points]
+    _check_value(
+        all(are_one) or not any(are_one) or w1.scales.shape[1:] == (1, 1),
+        lambda: (
+            "w1_zero_points and w2_zero_points must both have one for each scale, or both be "
+            f"[E, 1, 1]; got {' and '.join(map(_text, points))}"
+        ),
+    )
     for name, tensor, form, shape in (
         ("b1", b1, "[E, F]", (experts, rows)),
         ("b2", b2, "[E, D]", (experts, width)),

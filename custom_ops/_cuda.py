@@ -206,11 +206,7 @@ def stored(parameters: ExpertWeights | PackedExperts) -> dict[str, Tensor]:
             continue
         tensors |= {name: weight.values, name + SCALES: weight.scales}
         if weight.zero_points is not None:
-            is_one = isinstance(parameters, PackedExperts) and _has_one_zero_point(parameters)
-            zero_points = weight.zero_points
-            tensors[name + ZERO_POINTS] = (
-                zero_points if is_one else zero_points.expand_as(weight.scales)
-            )
+            tensors[name + ZERO_POINTS] = weight.zero_points
     return tensors
 
 

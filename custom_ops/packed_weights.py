@@ -50,7 +50,10 @@ class Encoding:
         """
         if self.block is None:
             is_group = len(scales) == 2 and scales[0] == rows and scales[1] >= 1
-            return [(1, columns // scales[1])] if is_group and columns % scales[1] == 0 else []
+            if not is_group or columns % scales[1]:
+                return []
+            # A row with one scale may be as long as it likes.
+            return [(1, columns // scales[1]), *([(1, WHOLE)] if scales[1] == 1 else [])]
         blocks = (self.block, *self.any_of)
         return [block for block in blocks if blocks_of(rows, columns, block) == tuple(scales)]
 

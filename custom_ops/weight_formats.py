@@ -119,6 +119,16 @@ class WeightFormat:
             for tensor in self.stored
         )
 
+    def to_dict(self) -> dict[str, int | str]:
+        """The format in the words of a bundle's record, where a block of 0 rows has all of them."""
+        words: dict[str, int | str] = {"weight_format": self.name}
+        if self.is_plain:
+            return words
+        rows, columns = (0 if size == WHOLE else size for size in self.block)
+        block = self.zero_points_block
+        zero_points = "none" if block is None else "experts" if block == WHOLE_MATRIX else "scales"
+        return words | {"block_rows": rows, "block_columns": columns, "zero_points": zero_points}
+
     def _block_of(self, tensor: StoredTensor) -> tuple[int, int]:
         return self.block if tensor.block == OPEN else tensor.block
 

@@ -9,7 +9,7 @@ import torch
 from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import WeightLayout
-from custom_ops.packed_weights import ENCODINGS
+from custom_ops.packed_weights import ENCODINGS, WHOLE
 from custom_ops.weight_formats import FORMAT_NAMES, WeightFormat
 
 MAX_EXPERTS = 1024
@@ -83,6 +83,11 @@ class Layer:
     def _check_packed(self) -> None:
         shape, weight_format = self.shape, self.shape.weight_format
         _check_dtype(weight_format, "operand_dtype", KERNEL_FLOATS)
+        if weight_format.operand_dtype != shape.tokens_dtype:
+            raise TypeError(
+                "the products of packed weights have the tokens' dtype, "
+                f"{dtype_name(shape.tokens_dtype)}; got {dtype_name(weight_format.operand_dtype)}"
+            )
         if shape.layout != WeightLayout():
             raise ValueError(f"packed weights lie as (out, in); got {shape.layout}")
         columns = weight_format.block[1]
@@ -116,10 +121,22 @@ class Layer:
 
         So layers that compute the same share their kernels. TF32 matters to float32 products alone.
         """
-        weight_format = self.shape.weight_format.canonical()
+        weight_format = self._canonical_format()
         has_tf32 = weight_format.operand_dtype == torch.float32
         shape = replace(self.shape.canonical(), weight_format=weight_format)
         return replace(self, shape=shape, tf32=self.tf32 and has_tf32)
+
+    def _canonical_format(self) -> WeightFormat:
+        weight_format = self.shape.weight_format.canonical()
+        if weight_format.is_plain:
+            return weight_format
+        # A block as large as both matrices is as good as one that is larger.
+        matrices = self.shape.matrices.values()
+        block_rows, block_columns = (
+            WHOLE if size >= max(sizes) else size
+            for size, sizes in zip(weight_format.block, zip(*matrices, strict=True), strict=True)
+        )
+        return replace(weight_format, block=(block_rows, block_columns))
 
 
 def _check_dtype(

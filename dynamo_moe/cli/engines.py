@@ -324,20 +324,23 @@ def _offloaded(
 
 
 def _need_kernels(bundle: Path, source: _Source, options: dict[str, Any]) -> None:
-    """Raises an EngineError if a bundle has no layers of the sizes that a file's layers have.
+    """Raises an EngineError if a bundle has no layers of a file's layers' sizes and formats.
 
     The plugin compares all that a layer has, when the file is parsed.
     """
     names = ("experts", "top_k", "width", "hidden")
 
-    def sizes(shape: Any, resident_experts: int | None) -> dict[str, int]:
-        values = {name: getattr(shape, name) for name in names}
-        return values | {"resident_experts": resident_experts or 0}
-
-    records = [program.layer for program in trt_plugin.read(bundle).programs]
-    known = [sizes(record, record.resident_experts) for record in records]
+    formats = ("weight_format", "block_rows", "block_columns", "zero_points")
+    known = []
+    for program in trt_plugin.read(bundle).programs:
+        words = program.layer.to_dict()
+        values = {name: words[name] for name in names}
+        values["resident_experts"] = program.layer.resident_experts
+        known.append(values | {name: words[name] for name in formats if name in words})
     for layer in source.kernel_layers(options):
-        wanted = sizes(layer.shape, layer.resident_experts)
+        wanted: dict[str, Any] = {name: getattr(layer.shape, name) for name in names}
+        wanted["resident_experts"] = layer.resident_experts or 0
+        wanted |= layer.canonical().shape.weight_format.to_dict()
         if wanted not in known:
             text = " ".join(f"{name}={value}" for name, value in wanted.items())
             raise trt_plugin.EngineError(

@@ -66,7 +66,8 @@ def write_experts(
     Raises:
         OSError: If a file cannot be read or written, or the disk has no room for it.
     """
-    order = sorted(range(len(tensors)), key=lambda at: tensors[at].nbytes % _ALIGNMENT != 0)
+    # By the largest power of two that divides their bytes.
+    order = sorted(range(len(tensors)), key=lambda at: -(tensors[at].nbytes & -tensors[at].nbytes))
     tensors = [tensors[at] for at in order]
     total = sum(tensor.nbytes for tensor in tensors)
     free = shutil.disk_usage(path.parent).free

@@ -9,9 +9,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from custom_ops.kernels.layer import Layer
+from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import load_graph
-from dynamo_moe.moe_nodes.nodes import is_moe, moe_nodes, parse
+from dynamo_moe.moe_nodes.nodes import has_one_zero_point, is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.schemas import is_own_domain
 
@@ -48,14 +49,14 @@ def kernel_layers_of(stored: onnx.ModelProto) -> list[Layer]:
 def inlined_model(stored: onnx.ModelProto) -> ir.Model:
     """Returns a model whose MoE nodes are all in its graph, and not in functions.
 
-    The dtypes of their inputs are inferred where the file does not say them.
+    The dtypes and shapes of their inputs are inferred where the file does not say them.
     """
     model = ir.from_proto(inlined(stored))
     if any(is_moe(node) for function in model.functions.values() for node in function.all_nodes()):
         # A function's types and weights are those of its call.
         common_passes.InlinePass(lambda function: not is_own_domain(function.domain))(model)
     inputs = [value for node in moe_nodes(model) for value in node.inputs if value is not None]
-    if any(value.dtype is None for value in inputs):
+    if any(value.dtype is None or value.shape is None for value in inputs):
         # Not strict: where the file contradicts itself, what is not known is named by who needs it.
         common_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     return model
@@ -63,6 +64,9 @@ def inlined_model(stored: onnx.ModelProto) -> ir.Model:
 
 def _layer(node: ir.Node) -> Layer:
     parsed = parse(node)
+    for name, given in parsed.inputs.items():
+        if name.endswith(ZERO_POINTS) and has_one_zero_point(given) is None:
+            raise ValueError(f"the shape of its input {name}, {given.name!r}, is not known")
     first_of: dict[str, tuple[str, ir.Value]] = {}
     for formal in SCHEMAS[node.op_type].inputs:
         value = parsed.inputs.get(formal.name)

@@ -239,6 +239,7 @@ def offload_graph(
     all_layers = _layers(model, path)
     slots = choose([layer.expert_sizes for layer in all_layers], resident_experts, resident_memory)
     chosen = {layer: count for layer, count in zip(all_layers, slots, strict=True) if count}
+    _separate_zero_points(list(chosen))
     _check_weights(list(chosen))
     values = {value: name for layer in chosen for name, value in layer.weights.items()}
     links = _links(model, set(values), path, output.parent)
@@ -360,6 +361,31 @@ def _check_path(path: Path) -> None:
         raise ValueError(
             f"a path of weights must be UTF-8 without control characters, got {text!r}"
         )
+
+
+def _separate_zero_points(chosen: Sequence[_Layer]) -> None:
+    """Gives layers zero points of their own where each expert has one, a byte.
+
+    Where biases follow, an export fills in the same for all layers.
+    """
+    nodes = {layer.node for layer in chosen}
+    for layer in chosen:
+        for name, value in layer.weights.items():
+            stored, graph = value.const_value, value.graph
+            is_shared = not {user for user, _ in value.uses()} <= nodes
+            if not (name.endswith(ZERO_POINTS) and is_shared and stored is not None and graph):
+                continue
+            if stored.shape.numpy()[1:] == (1, 1) and value.is_initializer():
+                own_name = f"{layer.expert_sizes.name}.{name}"
+                own = ir.Value(
+                    name=own_name,
+                    type=value.type,
+                    shape=value.shape,
+                    const_value=ir.Tensor(stored.numpy(), name=own_name),
+                )
+                graph.register_initializer(own)
+                layer.node.replace_input_with(INPUTS[layer.node.op_type].index(name), own)
+                layer.parsed.inputs[name] = own
 
 
 def _check_weights(chosen: Sequence[_Layer]) -> None:

@@ -25,7 +25,7 @@ from custom_ops.options import (
     RouterOptions,
     WeightLayout,
 )
-from custom_ops.packed_weights import WHOLE
+from custom_ops.packed_weights import WHOLE, encoding_of
 from custom_ops.weight_formats import (
     WHOLE_MATRIX,
     ZERO_POINTS,
@@ -128,7 +128,7 @@ class MoENode:
 
     shape: LayerShape
     resident_experts: int | None
-    inputs: Mapping[str, ir.Value]
+    inputs: dict[str, ir.Value]
 
 
 def parse(node: ir.Node) -> MoENode:
@@ -177,23 +177,33 @@ def _weight_format(
         _attribute(node, BLOCK_ROWS, int, 1) or WHOLE,
         _attribute(node, BLOCK_SIZE, int) or WHOLE,
     )
-    zero_points = [value for name, value in inputs.items() if name.endswith(ZERO_POINTS)]
-    zero_points_block = None
-    if zero_points:
-        zero_points_block = WHOLE_MATRIX if all(map(_is_one, zero_points)) else block
+    encoding = encoding_of(_attribute(node, WEIGHT_FORMAT, str))
+    zero_points = {name: value for name, value in inputs.items() if name.endswith(ZERO_POINTS)}
+    # While a model is exported, the shape of what is filled in is not known yet. It is one.
+    kinds = {has_one_zero_point(value) is not False for value in zero_points.values()}
+    if kinds == {False} and not encoding.has_zero_points:
+        raise ValueError(
+            f"{encoding.name} has no zero points: its {' and '.join(zero_points)} must be "
+            "[E, 1, 1], which stand for none"
+        )
+    if len(kinds) > 1:
+        raise ValueError(
+            f"its {' and '.join(zero_points)} must both have one for each scale, or be [E, 1, 1]"
+        )
     return packed_format(
-        _attribute(node, WEIGHT_FORMAT, str),
+        encoding.name,
         dtypes["x"],
         dtypes["w1_scales"],
         block,
-        zero_points_block=zero_points_block,
+        zero_points_block=None if not kinds else WHOLE_MATRIX if kinds == {True} else block,
     )
 
 
-def _is_one(value: ir.Value) -> bool:
-    """Whether a tensor of zero points has one for each expert, and not for each scale."""
-    shape = value.shape if value.const_value is None else value.const_value.shape
-    return shape is not None and tuple(shape)[1:] == (1, 1)
+def has_one_zero_point(zero_points: ir.Value) -> bool | None:
+    """Whether each expert has one zero point, not each scale; None where no shape is known."""
+    stored = zero_points.const_value
+    shape = zero_points.shape if stored is None else stored.shape
+    return None if shape is None else tuple(shape)[1:] == (1, 1)
 
 
 # By whether there is a router: the inputs that ``routing_dtype`` and ``weights_dtype`` are of.

@@ -25,7 +25,7 @@ from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.moe_nodes.nodes import EXPERT_CACHE, INPUTS, RESIDENT_EXPERTS, SOURCES
 from files_to_offload import arrays, by_hand, exported, read, unchanged
 from onnx_files import value
-from packed_cases import PackedLayer, packed_case
+from packed_cases import PackedCase, PackedLayer, packed_case
 from small_models import InOut, OpLayer, OwnRouter, op_model
 
 
@@ -98,6 +98,43 @@ def test_packed_experts_leave_the_file(tmp_path: Path, form: str) -> None:
     planned = plan(replace(kernels, resident_experts=3), architecture("sm_90"))
     assert layer.device_bytes == planned.state_size
     assert dynamo_moe.inspect(report.path).offloaded == report.layers
+
+
+class Several(nn.Module):
+    def __init__(self, *cases: PackedCase) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(PackedLayer, cases))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_share_what_stands_for_no_zero_points(tmp_path: Path) -> None:
+    case = packed_case("experts", shape=(4,), width=64)
+    weights = {name: case.arguments[name].clone() for name in ("w1", "w2")}
+    scales = {name: case.arguments[name] * 1.5 for name in ("w1_scales", "w2_scales")}
+    again = case.changed(**{name: weight.flip(0) for name, weight in weights.items()}, **scales)
+    other = packed_case("experts", "mxfp4", shape=(4,), width=64)
+    path = tmp_path / "packed.onnx"
+    dynamo_moe.export(Several(case, again, other).eval(), (case.arguments["x"],), path)
+    first, second, third = (node.name for node in nodes(path))
+    report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts={second: 2})
+    assert [layer.node for layer in report.layers] == [second]
+    before, after = kernel_layers(path), kernel_layers(report.path)
+    assert after == [before[0], replace(before[1], resident_experts=2), before[2]]
+    assert len({first, second, third}) == 3
+
+
+def test_a_few_bytes_do_not_move_the_weights_behind_them(tmp_path: Path) -> None:
+    options = {"width": 72, "hidden": 40, "experts": 7, "zero_points": "experts"}
+    case = packed_case("experts", shape=(4,), **options)
+    path = tmp_path / "packed.onnx"
+    dynamo_moe.export(PackedLayer(case).eval(), (case.arguments["x"],), path)
+    report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=2)
+    offsets = {name: source.offset % 16 for name, source in report.layers[0].tensors.items()}
+    assert not any(offsets[name] for name in ("w1", "w1_scales", "w2", "w2_scales")), offsets
 
 
 @pytest.mark.parametrize("external_data", [False, True], ids=["one file", "data beside it"])

@@ -15,6 +15,7 @@ from torch import Tensor
 import dynamo_moe
 from custom_ops.weight_formats import WHOLE_MATRIX
 from dynamo_moe.files.kernel_layers import kernel_layers
+from kernel_runs import layer_of
 from moe_cases import OPS
 from packed_cases import PackedLayer, packed_case
 
@@ -168,7 +169,7 @@ def test_a_file_has_the_layer_of_its_kernels(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     dynamo_moe.export(model, (model.case.arguments["x"][:64],), path)
     (stored,) = kernel_layers(path)
-    weight_format = model.case.format()
+    weight_format = layer_of(model.case).canonical().shape.weight_format
     if form in ("plain", "on input", "biases alone"):
         # Where biases come behind them, there are zero points, and one for each expert.
         assert stored.shape.weight_format.zero_points_block == WHOLE_MATRIX

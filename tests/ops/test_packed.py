@@ -292,6 +292,20 @@ def test_functions_call_the_operators() -> None:
             function(**case.arguments, **case.options, gatd=True)
 
 
+def test_zero_points_of_two_kinds_are_refused() -> None:
+    case = packed_case("experts", zero_points="groups")
+    one = torch.full((5, 1, 1), 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"must both have one for each scale, or both be \[E, 1"):
+        case.changed(w2_zero_points=one)()
+
+
+def test_rows_of_two_widths_may_each_have_one_scale() -> None:
+    case = packed_case("experts", group=16, width=32, hidden=16)
+    case = case.changed(w1_scales=torch.rand(5, 16, 1), w2_scales=torch.rand(5, 32, 1) / 9)
+    expected = case.oracle()
+    assert float((case() - expected).norm() / expected.norm()) < 1e-5
+
+
 def test_formats() -> None:
     int4 = packed_format("int4", torch.bfloat16, torch.float16, (1, 32), zero_points_block=(1, 32))
     assert int4.expert_bytes(64, 96) == 64 * (48 + 3 * 2 + 3)

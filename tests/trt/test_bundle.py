@@ -43,6 +43,7 @@ from trt_plugin.bundle import (
     records,
 )
 from trt_plugin.compiling.packing import layer_record
+from trt_plugin.compiling.specs import parse_spec
 
 # --- What is written is read ---
 
@@ -243,17 +244,35 @@ def layers(draw: st.DrawFn) -> Layer:
         grouped = draw(groups(experts, top_k))
         router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
     weight_format = draw(st.builds(plain_format, floats) | packed_formats())
+    tokens_dtype = draw(floats) if weight_format.is_plain else weight_format.operand_dtype
     flags: tuple[str, ...] = ("b1", "b2", "tf32")
     if weight_format.is_plain:
         flags = (*flags, "w1_transposed", "w2_transposed")
     shape = LayerShape(
         *(experts, draw(sizes), draw(sizes), top_k),
-        *(draw(floats), weight_format, options, router),
+        *(tokens_dtype, weight_format, options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
         selection_dtype=draw(st.none() | floats) if router else None,
     )
     return changed(Layer(shape), **{name: draw(st.booleans()) for name in flags})
+
+
+def test_specs_of_packed_layers() -> None:
+    """As an export has them: zero points ahead of biases, and blocks no larger than a matrix."""
+    common = "experts=4,top_k=2,width=64,hidden=64,dtype=fp16,weight_format="
+    plain, wide, whole, biased, mxfp4, fp8, large = (
+        layer_record(parse_spec(common + form).canonical())
+        for form in (
+            *("int4,block_size=32", "int4,block_size=64", "int4", "int4,b1", "mxfp4,b1"),
+            *("fp8", "fp8,block_rows=0,block_size=0"),
+        )
+    )
+    assert (plain.block_rows, plain.block_columns, plain.zero_points) == (1, 32, 0)
+    assert wide == whole
+    assert biased.zero_points == 2
+    assert (mxfp4.scales_dtype, mxfp4.zero_points) == (6, 0)
+    assert fp8 == large
 
 
 @settings(deadline=None)

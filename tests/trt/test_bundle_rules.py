@@ -122,6 +122,8 @@ IMAGE = len(kernel().image)
         (128, "I", [99], "the layer's scales' dtype does not fit weights of format float16, got"),
         (116, "4I", [4, 1, 32, 0], "scales' dtype does not fit weights of format int4, got 0"),
         (116, "4I", [5, 1, 32, 2], "scales' dtype does not fit weights of format mxfp4, got 2"),
+        (116, "4I", [4, 5, 32, 2], "block must have a power of two of rows and of columns, from 8"),
+        (116, "4I", [4, 1, 4, 2], "block must have a power of two of rows and of columns, from 8"),
         (132, "I", [1], "zero points must be in 0..0 for weights of format float16, got 1"),
         (
             116,

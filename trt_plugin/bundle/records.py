@@ -89,6 +89,8 @@ SYMBOLS = ("T", "E", "K", "D", "H", "wave")
 #: The layer's word of flags, and the bits of the flags that are not options.
 FLAGS_WORD = 5
 FLAGS_WITHOUT_OPTION = {"b1": 1, "b2": 2, "tf32": 64}
+#: What has a zero point of its own, by code.
+ZERO_POINT_KINDS = ("none", "scales", "experts")
 #: Bits of the flags of a kernel, of a part of the state and of a launch.
 DEPENDENT_LAUNCH = 1
 ZEROED = 1

@@ -82,7 +82,12 @@ def _packed_text(layer: dict[str, Any]) -> str:
     if "scales_dtype" not in layer:
         return ""
     rows, columns = (layer[name] or "all" for name in ("block_rows", "block_columns"))
-    return f", {layer['weight_format']} weights with scales of {rows} x {columns}"
+    zero_points = layer["zero_points"]
+    more = "" if zero_points == "none" else f", zero points of {zero_points}"
+    return (
+        f", {layer['weight_format']} weights with {layer['scales_dtype']} scales of "
+        f"{rows} x {columns}{more}"
+    )
 
 
 def _tokens(ranges: list[dict[str, Any]], kernel: int) -> str:

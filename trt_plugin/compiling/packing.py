@@ -10,8 +10,7 @@ from custom_ops.dtypes import CODES
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import SIZES, Flag
-from custom_ops.packed_weights import WHOLE
-from custom_ops.weight_formats import FORMAT_NAMES, WHOLE_MATRIX, WeightFormat
+from custom_ops.weight_formats import FORMAT_NAMES, WeightFormat
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
     Argument,
@@ -24,7 +23,7 @@ from trt_plugin.bundle import (
     Range,
     TensorMap,
 )
-from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, SYMBOLS
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, SYMBOLS, ZERO_POINT_KINDS
 from trt_plugin.compiling.tasks import Compiled, CompileError, MapLayout, Task, task_for
 
 _FLOAT32 = Struct("<f")
@@ -136,14 +135,13 @@ def layer_record(layer: Layer) -> LayerRecord:
 
 
 def _storage(weight_format: WeightFormat) -> dict[str, int]:
-    block_rows, block_columns = (0 if size == WHOLE else size for size in weight_format.block)
-    zero_points = weight_format.zero_points_block
+    words = weight_format.to_dict()
     return {
         "weight_format": 1 + FORMAT_NAMES.index(weight_format.name),
-        "block_rows": block_rows,
-        "block_columns": block_columns,
+        "block_rows": int(words.get("block_rows", 0)),
+        "block_columns": int(words.get("block_columns", 0)),
         "scales_dtype": CODES.index(weight_format.scales_dtype),
-        "zero_points": 0 if zero_points is None else 1 + (zero_points == WHOLE_MATRIX),
+        "zero_points": ZERO_POINT_KINDS.index(str(words.get("zero_points", "none"))),
     }
 
 

@@ -27,6 +27,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "int8": torch.int8,
 }
 _LONG_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -45,8 +46,9 @@ def parse_spec(text: str) -> Layer:
             experts are on the device at a time (default: all). ``weight_format`` packs the weights:
             ``int4``, ``mxfp4`` or ``fp8``; ``block_size`` columns and ``block_rows`` rows share a
             scale (0: all) of ``scales_dtype``, and ``zero_points`` are ``none``, one for each of
-            ``scales``, or one for each of ``experts``. The rest are the operator's options and the
-            flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
+            ``scales``, or one for each of ``experts``, which is the default of ``int4`` with a
+            bias, as an exported node has it. The rest are the operator's options and the flags
+            ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.
@@ -91,6 +93,7 @@ def _dtype(text: str) -> torch.dtype:
     return _DTYPES[_known(_LONG_NAMES.get(text, text), _DTYPES)]
 
 
+_BIASES = ("router_bias", "selection_bias", "b1", "b2")
 _SIZES = ("experts", "top_k", "width", "hidden")
 _Reader = Callable[[str], Any]
 _READERS: dict[type, _Reader] = {str: str, bool: _flag, int: _integer, float: _number}
@@ -175,13 +178,22 @@ def _weight_format(values: dict[str, Any], dtype: torch.dtype) -> WeightFormat:
         return plain_format(operands)
     encoding = ENCODINGS[name]
     rows, columns = encoding.block or (1, 0)
-    block = (values.get("block_rows", rows) or WHOLE, values.get("block_size", columns) or WHOLE)
+    rows, columns = values.get("block_rows", rows), values.get("block_size", columns)
+    if max(rows, columns) >= 2**31:
+        raise ValueError(f"block_rows and block_size must be below 2^31, got {rows} and {columns}")
+    block = (rows or WHOLE, columns or WHOLE)
+    if encoding.block is None and rows != 1:
+        raise ValueError(f"block_rows must be 1 in {name}, got {rows}")
+    # As an exported node has them: biases come behind zero points there.
+    is_filled = encoding.has_zero_points and bool(_present(_BIASES, values))
+    zero_points = values.get("zero_points", "experts" if is_filled else "none")
+    if zero_points != "none" and not encoding.has_zero_points:
+        raise ValueError(f"{name} has no zero points, got zero_points={zero_points}")
     scales = encoding.scales_dtypes[0] if len(encoding.scales_dtypes) == 1 else operands
-    zero_points = {"none": None, "scales": block, "experts": WHOLE_MATRIX}
     return packed_format(
         name,
         operands,
         values.get("scales_dtype", scales),
         block,
-        zero_points_block=zero_points[values.get("zero_points", "none")],
+        zero_points_block={"none": None, "scales": block, "experts": WHOLE_MATRIX}[zero_points],
     )

@@ -52,7 +52,7 @@ typedef struct dynamo_moe_layer {
   uint32_t n_group;
   uint32_t topk_group;
   uint32_t selection_dtype;  /* selection_bias's (0: none). */
-  uint32_t resident_experts; /* Slots for experts whose w1 and w2 lie in host memory (0: none). */
+  uint32_t resident_experts; /* Slots for experts whose weights lie in host memory (0: none). */
   uint32_t weight_format;    /* How w1 and w2 are stored. */
   uint32_t block_rows;       /* The (out, in) sizes of the part of an expert's matrix that has a */
   uint32_t block_columns;    /* scale of its own (0: all, or there are no scales). */
@@ -196,10 +196,10 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_state(const dynamo_moe_progr
  * path>"; the header is the length and the JSON text with which the file begins. The file is looked
  * for in the folder that the environment variable DYNAMO_MOE_WEIGHTS names, then at its path; one
  * that is missing, or another by its size or header, is an error. Where both sources are null, w1
- * and w2 of each call are addresses of pinned host memory, as the device knows it. If `shared` is
- * not 0, calls may be on any streams, and wait for one another; else the caller orders them. Shared
- * caches of equal layers with the same tensors of files are one in each context of this process.
- * Needs no driver. Close it with dynamo_moe_cache_close(). */
+ * and w2 of each call, with their scales and zero points, are addresses of pinned host memory, as
+ * the device knows it. If `shared` is not 0, calls may be on any streams, and wait for one another;
+ * else the caller orders them. Shared caches of equal layers with the same tensors of files are one
+ * in each context of this process. Needs no driver. Close it with dynamo_moe_cache_close(). */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_open(const dynamo_moe_program* program,
                                                        const char* w1_source, const char* w2_source,
                                                        int shared, dynamo_moe_cache** cache);

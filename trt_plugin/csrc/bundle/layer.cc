@@ -63,6 +63,11 @@ bool AddTensors(const dynamo_moe_layer& layer, const format::Tensor (&names)[3],
               format::kI8));
 }
 
+// Whether kernels share a scale among so many rows or columns; 0: all.
+bool IsBlock(std::uint32_t size, std::uint32_t least) {
+  return size == 0 || (size >= least && (size & (size - 1)) == 0);
+}
+
 Status CheckFormat(const dynamo_moe_layer& layer) {
   constexpr auto formats = static_cast<std::uint32_t>(std::size(format::kWeightFormats));
   if (layer.weight_format < 1 || layer.weight_format >= formats) {
@@ -76,6 +81,15 @@ Status CheckFormat(const dynamo_moe_layer& layer) {
   if (!weights.IsPacked() && (layer.block_rows != 0 || layer.block_columns != 0)) {
     return Wrong("block must be 0 by 0, as weights of format ", weights.name, " have none, got ",
                  layer.block_rows, " by ", layer.block_columns);
+  }
+  if (weights.IsPacked() && layer.experts_dtype != layer.tokens_dtype) {
+    return Wrong("experts must be ", format::kDataTypeNames[layer.tokens_dtype],
+                 ", as the tokens of packed weights are, got ", layer.experts_dtype);
+  }
+  if (!IsBlock(layer.block_rows, 1) || !IsBlock(layer.block_columns, format::kSizeMultiple)) {
+    return Wrong("block must have a power of two of rows and of columns, from ",
+                 format::kSizeMultiple, " of these on, or all of them (0), got ", layer.block_rows,
+                 " by ", layer.block_columns);
   }
   const bool known = layer.scales_dtype < std::size(format::kDataTypeNames);
   if (!known || (weights.IsPacked() ? ((weights.scales >> layer.scales_dtype) & 1) == 0

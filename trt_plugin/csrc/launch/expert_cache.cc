@@ -26,14 +26,12 @@ Addresses WeightsOf(const dynamo_moe_tensors& tensors) {
           tensors.w2, tensors.w2_scales, tensors.w2_zero_points};
 }
 
-// Sets the addresses of a layer's weights to those of their sources, if there are any.
-void SetWeights(const Weights& weights, const dynamo_moe_layer& layer,
+// Sets the addresses of tensors to those of their sources.
+void SetWeights(const std::vector<format::Tensor>& names, const Weights& weights,
                 dynamo_moe_tensors* tensors) {
-  std::vector<StoredTensor> stored;
-  static_cast<void>(StoredTensors(layer, &stored));
   for (std::size_t i = 0; i < weights.size(); ++i) {
     const void* const address = weights[i]->address();
-    std::memcpy(reinterpret_cast<char*>(tensors) + (stored[i].tensor * sizeof(address)), &address,
+    std::memcpy(reinterpret_cast<char*>(tensors) + (names[i] * sizeof(address)), &address,
                 sizeof(address));
   }
 }
@@ -67,6 +65,7 @@ Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, s
                              " bytes, it has ", source.bytes, " in ", source.path);
     }
     DYNAMO_MOE_RETURN_IF_ERROR(source.Check());
+    sources->names.push_back(tensor);
   }
   if (!w1_lines.empty() || !w2_lines.empty()) {
     return InvalidArgument("the layer has ", stored.size(),
@@ -317,7 +316,9 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
         "an expert cache that contexts share cannot be captured: a graph does not wait for the "
         "other contexts' calls; with the attribute expert_cache=0, each context has its own");
   }
-  SetWeights(device_->weights(), device_->program().layer(), tensors);
+  if (sources_.has_value()) {
+    SetWeights(sources_->names, device_->weights(), tensors);
+  }
   const Addresses weights = WeightsOf(*tensors);
   const bool others = calls.has_run && weights != calls.weights;
   const bool clear = calls.dirty || others;

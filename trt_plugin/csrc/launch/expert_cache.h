@@ -23,6 +23,7 @@ namespace dynamo_moe {
 // Where the tensors that store the experts' matrices lie in files.
 struct ExpertSources {
   // In the order of StoredTensors().
+  std::vector<format::Tensor> names;
   std::vector<WeightsSource> tensors;
 
   // Reads where they lie, a line for each, and checks the files and that the tensors have a layer's

@@ -30,6 +30,10 @@ constexpr PluginFieldType TypeOf(const format::Option& option) {
                                                : PluginFieldType::kINT32;
 }
 
+bool HasOption(const Node& node, const format::Option& option) {
+  return (!option.router || node.op == format::kDropless) && !(option.plain && node.packed);
+}
+
 std::vector<PluginField> MakeFields(const Node& node, Version version) {
   std::vector<PluginField> fields;
   const auto add = [&](const char* name, PluginFieldType type) {
@@ -51,7 +55,7 @@ std::vector<PluginField> MakeFields(const Node& node, Version version) {
     add(kBlockRows, PluginFieldType::kINT32);
   }
   for (const format::Option& option : format::kOptions) {
-    if ((!option.router || node.op == format::kDropless) && !(option.plain && node.packed)) {
+    if (HasOption(node, option)) {
       add(option.attribute, TypeOf(option));
     }
   }
@@ -268,10 +272,18 @@ Status ReadStorage(const Fields& fields, dynamo_moe_layer* layer) {
                                 : Status();
 }
 
+// A block as large as both matrices is as good as one that is larger.
+void NormalizeBlock(dynamo_moe_layer* layer) {
+  const std::uint64_t gates = (layer->flags & format::kGated) != 0 ? 2 : 1;
+  const std::uint64_t rows = std::max(gates * layer->hidden, std::uint64_t{layer->width});
+  layer->block_rows = layer->block_rows >= rows ? 0 : layer->block_rows;
+  layer->block_columns =
+      layer->block_columns >= std::max(layer->width, layer->hidden) ? 0 : layer->block_columns;
+}
+
 Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
   for (const format::Option& option : format::kOptions) {
-    if ((!option.router || layer->op == format::kDropless) &&
-        !(option.plain && FormatOf(*layer).IsPacked())) {
+    if (HasOption(NodeOf(*layer), option)) {
       DYNAMO_MOE_RETURN_IF_ERROR(fields.Read(option, layer));
     }
   }
@@ -370,6 +382,9 @@ Status ReadAttributes(const Node& node, Version version, const PluginFieldCollec
     DYNAMO_MOE_RETURN_IF_ERROR(ReadStorage(read, &layer));
   }
   DYNAMO_MOE_RETURN_IF_ERROR(ReadOptions(read, &layer));
+  if (node.packed) {
+    NormalizeBlock(&layer);
+  }
   *attributes = {layer, read.TextAt("kernels"), {}};
   return version == Version::kOffloaded ? ReadOffload(read, attributes) : Status();
 }

@@ -397,6 +397,14 @@ Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckDtype(layer, tensor, description.type));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckShape(layer, tensor, description.dims, x));
   }
+  for (std::int32_t i = 0; i < call.inputs; ++i) {
+    if (IsZeroPoints(call.tensor(i)) && call.Has(call.tensor(i)) &&
+        !FormatOf(layer).has_zero_points && !IsOneForEachExpert(call.at(i).dims)) {
+      return InvalidArgument(NameOf(call.tensor(i)),
+                             " must be [E, 1, 1], which stand for none: ", FormatOf(layer).name,
+                             " has no zero points, got ", ShapeText(call.at(i).dims));
+    }
+  }
   for (const format::Tensor tensor : InputsOf(call.node)) {
     if (DtypeIn(layer, tensor) != format::kNone && !call.Has(tensor)) {
       return InvalidArgument("the kernels are for a layer with ", NameOf(tensor),
