@@ -114,7 +114,7 @@ def _in_groups(packed: PackedWeight, times: int, has_zero_points: bool) -> Packe
         scales = scales.repeat_interleave(times, -1)
         zero_points = None if zero_points is None else zero_points.repeat_interleave(times, -1)
     if zero_points is None and has_zero_points:
-        zero_points = torch.full((scales.shape[0], 1, 1), 8, dtype=torch.int8)
+        zero_points = torch.full(tuple(scales.shape), 8, dtype=torch.int8)
     return PackedWeight(packed.values, scales, zero_points)
 
 

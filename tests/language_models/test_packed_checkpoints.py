@@ -158,7 +158,7 @@ def test_a_scale_for_a_whole_row(tmp_path: Path) -> None:
     model, path = opened(folder), tmp_path / "model.onnx"
     experts = model.model.layers[0].mlp.experts.packed_experts
     assert experts.w1_scales.shape == (4, 64, 2)
-    assert experts.w1_zero_points.shape == (4, 1, 1)
+    assert experts.w1_zero_points.shape == (4, 64, 2)
     dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=SHAPES)
     whole, ids = load_checkpoint(folder, dtype=torch.float32), token_ids(3, 9)
     (result,) = ort.InferenceSession(path).run(None, {"input_ids": ids.numpy()})

@@ -181,7 +181,7 @@ def test_the_native_library_s_table_is_up_to_date() -> None:
 def test_an_added_option_is_in_the_native_library_s_table() -> None:
     text = layer_table(MORE_OPTIONS)
     assert "  kNegated = 1048576," in text
-    assert '    {"negated", "sign", false, Option::kBool, 5, 1048576, ' in text
+    assert '    {"negated", "sign", false, false, Option::kBool, 5, 1048576, ' in text
     names = 'inline constexpr const char* kHalvingNames[] = {"none", "x", "y"};'
     assert names in text
     assert "kHalvingNames, 3, 0.0F, nullptr, 0.0F, 8, 2}," in text
