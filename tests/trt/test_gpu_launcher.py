@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 import gpu_cases
+from custom_ops.kernels.launch import launch
+from custom_ops.kernels.plan import plan
 from gpu_cases import gpu_case, launch_poisoned, plan_of
-from kernel_runs import in_out, layer_of
+from kernel_runs import call_tensors, in_out, layer_of
 from moe_cases import OPS, Case, assert_matches
+from packed_cases import packed_case
 from trt_plugin.launcher import Cache, LauncherError, OpenProgram
 from weights_files import save_experts
 
@@ -98,6 +101,20 @@ def test_weights_that_lie_as_in_out_give_the_same_bits_too(opened, tokens, weigh
     result = Enqueued(opened(case), case).y
     assert_matches(result, case.oracle(), case.dtypes)
     assert torch.equal(result, launch_poisoned(plan_of(case), case))
+
+
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("tokens", [2, 40, 1500])
+def test_packed_weights_give_the_same_bits_too(opened, tokens, form):
+    sizes = {"width": 512, "hidden": 256, "experts": 8}
+    on_host = packed_case("experts", form, group=32, shape=(tokens,), dtype=BF16, **sizes)
+    tensors = {n: t.cuda() for n, t in on_host.arguments.items() if isinstance(t, Tensor)}
+    case = on_host.changed(**tensors)
+    result = Enqueued(opened(case), case).y
+    assert_matches(result.cpu(), on_host.decoded().oracle(), on_host.plain.dtypes)
+    expected = call_tensors(case)
+    launch(plan(layer_of(case), gpu_cases.architecture()), expected)
+    assert torch.equal(result, expected["y"])
 
 
 def test_no_tokens(opened):
