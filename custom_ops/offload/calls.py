@@ -1,10 +1,10 @@
 """The operators on CUDA tokens with the experts in pinned host memory: R of them on the device.
 
 w1 and w2 alone, packed ones with their scales and zero points, lie in host memory, which the device
-reads; all else is on the device. A cache of R
-experts per layer and device persists from call to call, see :mod:`custom_ops.kernels.residency`.
-:func:`offload_experts` makes it; a layer that nobody offloaded gets one at its first call, of
-:func:`default_resident_experts`. It lives as long as the memory of both weights.
+reads; all else is on the device. A cache of R experts per layer and device persists from call to
+call, see :mod:`custom_ops.kernels.residency`. :func:`offload_experts` makes it; a layer that nobody
+offloaded gets one at its first call, of :func:`default_resident_experts`. It lives as long as the
+memory of both weights.
 
 A cache follows its calls from stream to stream. It is empty at first, after a call of which a
 launch failed, and once a weight has changed in place. A CUDA graph captures a layer only when its

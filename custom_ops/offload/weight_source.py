@@ -16,6 +16,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
+from custom_ops.weight_formats import STORED_SUFFIXES
+
 #: Names a folder of weight files that comes before the folder that a source names.
 FOLDER_VARIABLE = "DYNAMO_MOE_WEIGHTS"
 #: A file's name ends with this, by which its path is found in an engine.
@@ -131,13 +133,23 @@ class WeightSource:
         return cls(Path(path), offset, size, identity)
 
     @classmethod
-    def parse_lines(cls, text: str) -> tuple[Self, ...]:
-        """Reads the sources of the tensors that store a weight, a line for each.
+    def parse_lines(cls, weight: str, text: str) -> dict[str, Self]:
+        """Reads the sources of the tensors that store ``w1`` or ``w2``, by the tensors' names.
+
+        Args:
+            weight: The weight's name.
+            text: A line for each tensor: the values, then scales and zero points.
 
         Raises:
-            ValueError: If a line is none.
+            ValueError: If a line is no source, or there are more.
         """
-        return tuple(map(cls.parse, text.split("\n")))
+        lines = text.split("\n")
+        if len(lines) > len(STORED_SUFFIXES):
+            raise ValueError(
+                f"{weight} has at most {len(STORED_SUFFIXES)} tensors, got {len(lines)} sources"
+            )
+        named = zip(STORED_SUFFIXES, lines, strict=False)
+        return {weight + suffix: cls.parse(line) for suffix, line in named}
 
     def to_dict(self) -> dict[str, int | str]:
         """Where the bytes are now, and the state of their file."""

@@ -18,7 +18,6 @@ import onnx
 import onnx_ir as ir
 
 from custom_ops.offload import WeightSource
-from custom_ops.weight_formats import STORED_SUFFIXES
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
 from dynamo_moe.files.offloading import OffloadedLayer
@@ -171,13 +170,11 @@ def _offloaded(layer: MoELayer, path: Path) -> OffloadedLayer:
             raise ValueError(f"{where}: {name} must be a positive integer, got {number}")
     try:
         tensors = {
-            weight + suffix: source
+            name: source
             for weight, attribute in SOURCES.items()
-            for suffix, source in zip(
-                STORED_SUFFIXES,
-                WeightSource.parse_lines(str(layer.attributes.get(attribute))),
-                strict=False,
-            )
+            for name, source in WeightSource.parse_lines(
+                weight, str(layer.attributes.get(attribute))
+            ).items()
         }
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

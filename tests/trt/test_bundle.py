@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from small_bundles import (
     refusal,
     repaired,
 )
+from standin import ROOT
 from trt_plugin import Bundle, BundleError
 from trt_plugin.bundle import (
     Program,
@@ -76,6 +78,13 @@ def test_symbols_are_numbered_as_the_sizes_of_a_layer() -> None:
 @given(st.lists(programs, min_size=1, max_size=3).map(tuple))
 def test_any_program_survives(given_programs: tuple[Program, ...]) -> None:
     assert trt_plugin.read(Bundle(given_programs).data) == Bundle(given_programs)
+
+
+def test_the_docs_number_tensors_as_they_are() -> None:
+    page = (ROOT / "docs" / "reference" / "bundle.md").read_text()
+    (listed,) = re.findall(r"^Tensors: (.*?)\. Every", page, re.MULTILINE | re.DOTALL)
+    numbered = [f"{number} {name}" for number, name in enumerate(records.TENSORS)]
+    assert " ".join(listed.split()).split(", ") == numbered
 
 
 def test_a_bundle_needs_a_program() -> None:
@@ -271,6 +280,7 @@ def test_specs_of_packed_layers() -> None:
     assert (plain.block_rows, plain.block_columns, plain.zero_points) == (1, 32, 0)
     assert wide == whole
     assert biased.zero_points == 2
+    assert layer_record(parse_spec(common + "int4,b1=false").canonical()) == whole
     assert (mxfp4.scales_dtype, mxfp4.zero_points) == (6, 0)
     assert fp8 == large
 

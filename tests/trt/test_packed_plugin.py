@@ -179,6 +179,19 @@ def test_tensors_that_are_not_the_layers(driver, tensorrt, tmp_path, name):
     plugin.destroy()
 
 
+def test_zero_points_of_a_format_without_any(driver, tensorrt, tmp_path):
+    """Those that stand for none are taken, as the cases with biases show."""
+    case = small_case("mxfp4")
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    described = [describe(tensor) for tensor in inputs_of(case)]
+    described[7] = replace(described[7], shape=(5, 64, 1))
+    plugin = tensorrt.create(NAMES["experts"], attributes(case, bundle), layer="layer")
+    assert plugin.configure(described, described[0]) == INVALID_ARGUMENT
+    (error,) = tensorrt.messages()
+    assert "w1_zero_points must be [E, 1, 1], which stand for none: mxfp4 has no zero" in error
+    plugin.destroy()
+
+
 def test_kernels_of_another_kind_of_scales(driver, tensorrt, tmp_path):
     """Zero points and the scales' dtype are among the inputs, not among the attributes."""
     bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", small_case("int4"))

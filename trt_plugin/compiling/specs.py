@@ -185,7 +185,7 @@ def _weight_format(values: dict[str, Any], dtype: torch.dtype) -> WeightFormat:
     if encoding.block is None and rows != 1:
         raise ValueError(f"block_rows must be 1 in {name}, got {rows}")
     # As an exported node has them: biases come behind zero points there.
-    is_filled = encoding.has_zero_points and bool(_present(_BIASES, values))
+    is_filled = encoding.has_zero_points and any(map(values.get, _BIASES))
     zero_points = values.get("zero_points", "experts" if is_filled else "none")
     if zero_points != "none" and not encoding.has_zero_points:
         raise ValueError(f"{name} has no zero points, got zero_points={zero_points}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from custom_ops.offload import WeightSource
 
-    _Sources = tuple[WeightSource, ...]
+    _Sources = tuple[tuple[str, WeightSource], ...]
 
 #: The properties that cannot be known without loading the engine.
 UNKNOWN = (
@@ -41,7 +41,6 @@ _EXPERT_CACHE = re.compile(rb"expert_cache\0\x05\0{3}\x01\0{3}([\0\x01])\0{3}")
 _LINE = rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors"
 # The tensors that store a weight: its values, scales and zero points.
 _SOURCE = re.compile(_LINE + rb"(?:\n" + _LINE + rb"){0,2}")
-_STORED_SUFFIXES = ("", "_scales", "_zero_points")
 
 
 @dataclass(frozen=True)
@@ -228,28 +227,26 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     starts = [match.start() for match in matches]
     stored: Counter[tuple[_Sources, _Sources, LayerRecord | None]] = Counter()
     for pair in zip(texts[::2], texts[1::2], strict=False):
-        w1, w2 = (WeightSource.parse_lines(os.fsdecode(text[0])) for text in pair)
+        w1, w2 = (
+            tuple(WeightSource.parse_lines(weight, os.fsdecode(text[0])).items())
+            for weight, text in zip(("w1", "w2"), pair, strict=True)
+        )
         before = bisect(starts, pair[0].start())
         layer = records[matches[before - 1][0]] if before else None
-        sizes = tuple(sum(source.bytes for source in sources) for sources in (w1, w2))
+        sizes = tuple(sum(source.bytes for _, source in sources) for sources in (w1, w2))
         if layer and (not layer.resident_experts or _weight_bytes(layer) != sizes):
             layer = None
         stored[w1, w2, layer] += 1
     copies = math.gcd(*stored.values())
     for (w1, w2, layer), count in sorted(stored.items(), key=_order):
         experts, slots = (layer.experts, layer.resident_experts) if layer else (None, None)
-        tensors = {
-            weight + suffix: source
-            for weight, sources in (("w1", w1), ("w2", w2))
-            for suffix, source in zip(_STORED_SUFFIXES, sources, strict=False)
-        }
-        yield OffloadedExperts(tensors, count // copies, experts, slots)
+        yield OffloadedExperts(dict((*w1, *w2)), count // copies, experts, slots)
 
 
 def _order(
     item: tuple[tuple[_Sources, _Sources, LayerRecord | None], int],
 ) -> tuple[Path, int, int, int]:
-    (w1, *_), (w2, *_), layer = item[0]
+    ((_, w1), *_), ((_, w2), *_), layer = item[0]
     return w1.path, w1.offset, w2.offset, layer.resident_experts if layer else 0
 
 

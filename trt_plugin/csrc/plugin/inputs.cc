@@ -230,6 +230,16 @@ bool IsOneForEachExpert(const Dims& dims) {
   return dims.nbDims == 3 && dims.d[1] == 1 && dims.d[2] == 1;
 }
 
+// What a layer does not have must be absent, or stand for none.
+Status CheckIgnored(const dynamo_moe_layer& layer, format::Tensor tensor, const Dims& dims) {
+  if (!IsZeroPoints(tensor) || IsEmpty(dims) || IsOneForEachExpert(dims)) {
+    return {};
+  }
+  return InvalidArgument(NameOf(tensor),
+                         " must be [E, 1, 1], which stand for none: ", FormatOf(layer).name,
+                         " has no zero points, got ", ShapeText(dims));
+}
+
 template <typename Description>
 const PluginTensorDesc* Plain(const Description& description) {
   if constexpr (std::is_same_v<Description, DynamicPluginTensorDesc>) {
@@ -383,6 +393,7 @@ Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
     const format::Tensor tensor = call.tensor(i);
     const bool present = call.Has(layer, tensor);
     if (!present && DtypeIn(layer, tensor) == format::kNone) {
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckIgnored(layer, tensor, call.at(i).dims));
       continue;
     }
     if (present != (DtypeIn(layer, tensor) != format::kNone)) {
@@ -396,14 +407,6 @@ Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
     }
     DYNAMO_MOE_RETURN_IF_ERROR(CheckDtype(layer, tensor, description.type));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckShape(layer, tensor, description.dims, x));
-  }
-  for (std::int32_t i = 0; i < call.inputs; ++i) {
-    if (IsZeroPoints(call.tensor(i)) && call.Has(call.tensor(i)) &&
-        !FormatOf(layer).has_zero_points && !IsOneForEachExpert(call.at(i).dims)) {
-      return InvalidArgument(NameOf(call.tensor(i)),
-                             " must be [E, 1, 1], which stand for none: ", FormatOf(layer).name,
-                             " has no zero points, got ", ShapeText(call.at(i).dims));
-    }
   }
   for (const format::Tensor tensor : InputsOf(call.node)) {
     if (DtypeIn(layer, tensor) != format::kNone && !call.Has(tensor)) {
