@@ -157,6 +157,21 @@ def test_groups_that_onnx_runtime_s_operator_does_not_take(group: int, tmp_path:
         )
 
 
+def test_zero_points_whose_shape_is_not_known_are_not_guessed(tmp_path: Path) -> None:
+    model = layer("dropless", zero_points="groups", biases=False)
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, (model.case.arguments["x"][:64],), path)
+    proto = onnx.load(path)
+    (node,) = (each for each in proto.graph.node if each.op_type == "DroplessMoEPacked")
+    for position, name in ((6, "unknown"), (7, "other")):
+        given = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT8, None)
+        proto.graph.input.append(given)
+        node.input[position] = name
+    onnx.save(proto, path)
+    with pytest.raises(ValueError, match="the shape of its input w1_zero_points, 'unknown',"):
+        kernel_layers(path)
+
+
 def test_formats_that_onnx_runtime_s_operator_does_not_run(tmp_path: Path) -> None:
     model = layer("dropless", **FORMS["mxfp4"])
     with pytest.raises(ValueError, match=r"QMoE of ONNX Runtime 1\.31 does not run mxfp4"):

@@ -44,6 +44,7 @@ from trt_plugin.bundle import (
     is_bundle,
     records,
 )
+from trt_plugin.bundle.view import layer_text
 from trt_plugin.compiling.packing import layer_record
 from trt_plugin.compiling.specs import parse_spec
 
@@ -283,6 +284,15 @@ def test_specs_of_packed_layers() -> None:
     assert layer_record(parse_spec(common + "int4,b1=false").canonical()) == whole
     assert (mxfp4.scales_dtype, mxfp4.zero_points) == (6, 0)
     assert fp8 == large
+
+
+def test_packed_layers_look_different() -> None:
+    common = "experts=4,top_k=2,width=64,hidden=64,dtype=fp16,weight_format=int4,block_size=32"
+    forms = ("", ",zero_points=scales", ",zero_points=experts", ",scales_dtype=fp32")
+    records = [layer_record(parse_spec(common + form)) for form in forms]
+    texts = [layer_text(record.to_dict()) for record in records]
+    assert texts[1].endswith("int4 weights with float16 scales of 1 x 32, zero points of scales")
+    assert len({*texts}) == len(forms)
 
 
 @settings(deadline=None)
