@@ -16,6 +16,7 @@ from custom_ops.dtypes import FLOATS, IDS, dtype_name
 from custom_ops.expert_weights import PackedExperts
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.packed_weights import PackedMatrices
+from custom_ops.weight_formats import STORED_SUFFIXES
 
 R = TypeVar("R")
 _REMEMBERED = 1024
@@ -107,20 +108,21 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
     w1, b1, w2, b2 = weights
     _check_float("x", x)
     _check_value(x.ndim >= 1, lambda: "x must have at least 1 dimension [..., D], got 0")
-    _check_ndim("w1", w1.values, "[E, F, B]")
-    experts, rows, _ = w1.values.shape
+    _check_ndim("w1", w1.packed.values, "[E, F, B]")
+    experts, rows, _ = w1.packed.values.shape
     per_hidden, width = options.rows_per_hidden, x.shape[-1]
     _check_value(
         experts >= 1 and rows >= 1 and rows % per_hidden == 0,
         lambda: (
             f"w1 [E, F, B] must have F = {'2H' if options.gated else 'H'} rows of at least one "
-            f"expert (gated={options.gated}), got {_text(w1.values)}"
+            f"expert (gated={options.gated}), got {_text(w1.packed.values)}"
         ),
     )
     hidden = rows // per_hidden
     first = _check_packed_weight("w1", w1, "[E, F, D", (experts, rows, width))
     second = _check_packed_weight("w2", w2, "[E, D, H", (experts, width, hidden))
-    _check_dtype("w2_scales", w2.scales, (w1.scales.dtype,), "as w1_scales")
+    one, two = w1.packed, w2.packed
+    _check_dtype("w2_scales", two.scales, (one.scales.dtype,), "as w1_scales")
     _check_value(
         any(block in second for block in first),  # Sizes may be symbols, which have no hash.
         lambda: (
@@ -129,13 +131,13 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
         ),
     )
     _check_value(
-        (w1.zero_points is None) == (w2.zero_points is None),
+        (one.zero_points is None) == (two.zero_points is None),
         lambda: "w1_zero_points and w2_zero_points must be given together",
     )
-    points = [weight.zero_points for weight in (w1, w2) if weight.zero_points is not None]
+    points = [weight.zero_points for weight in (one, two) if weight.zero_points is not None]
     are_one = [tuple(tensor.shape[1:]) == (1, 1) for tensor in points]
     _check_value(
-        all(are_one) or not any(are_one) or w1.scales.shape[1:] == (1, 1),
+        all(are_one) or not any(are_one) or one.scales.shape[1:] == (1, 1),
         lambda: (
             "w1_zero_points and w2_zero_points must both have one for each scale, or both be "
             f"[E, 1, 1]; got {' and '.join(map(_text, points))}"
@@ -149,18 +151,17 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
             _check_shape(name, tensor, form, shape)
             _check_dtype(name, tensor, (x.dtype,), "as x")
     _check_devices(x, b1=b1, b2=b2)
-    near = w1.values if _is_offloaded(x, w1.values) else x
+    near = w1.packed.values if _is_offloaded(x, w1.packed.values) else x
     for name, weight in (("w1", w1), ("w2", w2)):
-        scales, zero_points = weight.scales, weight.zero_points
-        tensors = {"": weight.values, "_scales": scales, "_zero_points": zero_points}
-        _check_devices(near, **{name + suffix: tensor for suffix, tensor in tensors.items()})
+        tensors = zip(STORED_SUFFIXES, weight.packed, strict=True)
+        _check_devices(near, **{name + suffix: tensor for suffix, tensor in tensors})
 
 
 def _check_packed_weight(
     name: str, weight: PackedMatrices, axes: str, shape: tuple[int, int, int]
 ) -> list[tuple[int, int]]:
     """Checks a weight, and returns its blocks."""
-    values, scales, zero_points = weight.values, weight.scales, weight.zero_points
+    values, scales, zero_points, global_scales = weight.packed
     *rows, columns = shape
     per_byte = weight.encoding.per_byte
     _check_dtype(name, values, (torch.int8,))
@@ -193,6 +194,18 @@ def _check_packed_weight(
         if tuple(zero_points.shape) != (experts, 1, 1):
             groups = tuple(scales.shape)
             _check_shape(f"{name}_zero_points", zero_points, f"{axes} / G]", groups)
+    _check_value(
+        (global_scales is not None) == weight.encoding.has_global_scales,
+        lambda: (
+            f"{name}_global_scales must be given in {weight.encoding.name}"
+            if global_scales is None
+            else f"{name}_global_scales must be None: {weight.encoding.name} has none"
+        ),
+    )
+    if global_scales is not None:
+        _check_dtype(f"{name}_global_scales", global_scales, (torch.float32,))
+        form = f"{axes.rpartition(',')[0]}, 1]"
+        _check_shape(f"{name}_global_scales", global_scales, form, (*rows, 1))
     return blocks
 
 

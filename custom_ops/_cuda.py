@@ -25,9 +25,8 @@ from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions, RouterOptions, WeightLayout
 from custom_ops.packed_weights import PackedMatrices
 from custom_ops.weight_formats import (
-    SCALES,
+    STORED_SUFFIXES,
     WHOLE_MATRIX,
-    ZERO_POINTS,
     WeightFormat,
     packed_format,
     plain_format,
@@ -165,17 +164,17 @@ def layer_of(
 
 def _packed_format(parameters: PackedExperts) -> WeightFormat:
     first, second = (
-        weight.encoding.blocks(weight.shape[1], weight.shape[2], weight.scales.shape[1:])
+        weight.encoding.blocks(weight.shape[1], weight.shape[2], weight.packed.scales.shape[1:])
         for weight in (parameters.w1, parameters.w2)
     )
     block = next(block for block in first if block in second)
     zero_points_block = None
-    if parameters.w1.zero_points is not None:
+    if parameters.w1.packed.zero_points is not None:
         zero_points_block = WHOLE_MATRIX if _has_one_zero_point(parameters) else block
     return packed_format(
         parameters.w1.encoding.name,
         parameters.w1.dtype,
-        parameters.w1.scales.dtype,
+        parameters.w1.packed.scales.dtype,
         block,
         zero_points_block=zero_points_block,
     )
@@ -183,7 +182,7 @@ def _packed_format(parameters: PackedExperts) -> WeightFormat:
 
 def _has_one_zero_point(parameters: PackedExperts) -> bool:
     """Whether each expert's matrix has one, in both weights."""
-    points = (parameters.w1.zero_points, parameters.w2.zero_points)
+    points = (parameters.w1.packed.zero_points, parameters.w2.packed.zero_points)
     return all(tensor is not None and tensor.shape[1:] == (1, 1) for tensor in points)
 
 
@@ -204,9 +203,9 @@ def stored(parameters: ExpertWeights | PackedExperts) -> dict[str, Tensor]:
         if isinstance(weight, Tensor):
             tensors[name] = _as_it_lies(weight)
             continue
-        tensors |= {name: weight.values, name + SCALES: weight.scales}
-        if weight.zero_points is not None:
-            tensors[name + ZERO_POINTS] = weight.zero_points
+        for suffix, tensor in zip(STORED_SUFFIXES, weight.packed, strict=True):
+            if tensor is not None:
+                tensors[name + suffix] = tensor
     return tensors
 
 

@@ -38,20 +38,24 @@ from custom_ops.options import (
     ExpertOptions,
     RouterOptions,
 )
-from custom_ops.packed_weights import PackedMatrices, encoding_of
+from custom_ops.packed_weights import PackedMatrices, PackedWeight, encoding_of
 from custom_ops.routing import route, route_backward
-from custom_ops.weight_formats import SCALES, ZERO_POINTS
+from custom_ops.weight_formats import GLOBAL_SCALES, STORED_SUFFIXES, ZERO_POINTS
 
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 _WEIGHTS = "Tensor w1, Tensor w2, Tensor w1_scales, Tensor w2_scales"
-_ZERO_POINTS = "Tensor? w1_zero_points=None, Tensor? w2_zero_points=None"
+_OPTIONAL = ", ".join(
+    f"Tensor? {weight}{suffix}=None"
+    for suffix in (ZERO_POINTS, GLOBAL_SCALES)
+    for weight in ("w1", "w2")
+)
 _BIASES = "Tensor? b1=None, Tensor? b2=None"
 _EXPERTS = (
     "Tensor x, Tensor expert_ids, Tensor expert_weights, "
-    f"{_WEIGHTS}, {_ZERO_POINTS}, {_BIASES}, *, str weight_format, {schema_of(EXPERT_OPTIONS)}"
+    f"{_WEIGHTS}, {_OPTIONAL}, {_BIASES}, *, str weight_format, {schema_of(EXPERT_OPTIONS)}"
 )
 _DROPLESS = (
-    f"Tensor x, Tensor router_weight, {_WEIGHTS}, int top_k, {_ZERO_POINTS}, "
+    f"Tensor x, Tensor router_weight, {_WEIGHTS}, int top_k, {_OPTIONAL}, "
     f"Tensor? router_bias=None, {_BIASES}, Tensor? selection_bias=None, *, "
     f"str weight_format, {schema_of((*ROUTER_OPTIONS, *EXPERT_OPTIONS))}"
 )
@@ -77,6 +81,8 @@ def experts_packed(
     w2_scales: Tensor,
     w1_zero_points: Tensor | None = None,
     w2_zero_points: Tensor | None = None,
+    w1_global_scales: Tensor | None = None,
+    w2_global_scales: Tensor | None = None,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     *,
@@ -96,19 +102,23 @@ def experts_packed(
         expert_ids: ``[..., K]`` int32 or int64 in ``0..E-1``, or -1 for no expert.
         expert_weights: ``[..., K]``, floating.
         w1: Bytes ``[E, F, D / 2]`` int8, two values each, the even column in the low bits; in
-            ``fp8`` ``[E, F, D]``, a value each.
+            ``fp8`` and ``int8`` ``[E, F, D]``, a value each.
         w2: Bytes int8 of ``[E, D, H]``, likewise.
-        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16, in ``mxfp4`` bytes int8. In
-            ``fp8`` one for each row, ``[E, F, 1]``, or for each block of R rows and G columns,
-            ``[E, ceil(F / R), ceil(D / G)]``.
+        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16, in ``mxfp4`` and ``nvfp4`` bytes
+            int8. In ``fp8`` one for each row, ``[E, F, 1]``, or for each block of R rows and G
+            columns, ``[E, ceil(F / R), ceil(D / G)]``.
         w2_scales: The same of ``[E, D, H]``, in ``w1_scales``' dtype.
         w1_zero_points: In ``int4`` ``[E, F, D / G]`` int8, or ``[E, 1, 1]``; None: 8.
         w2_zero_points: ``[E, D, H / G]`` int8, given where ``w1_zero_points`` is.
+        w1_global_scales: In ``nvfp4`` ``[E, F, 1]`` float32: a tensor's second scale, for each row,
+            since gate and up projections may have their own. None elsewhere.
+        w2_global_scales: ``[E, D, 1]``, likewise.
         b1: ``[E, F]`` in x's dtype, or None.
         b2: ``[E, D]`` in x's dtype, or None.
         weight_format: ``int4``: a value is ``(q - zero_point) * scale`` with q in 0..15;
             ``mxfp4``: E2M1 numbers, times an E8M0 scale for each 32; ``fp8``: E4M3 numbers, times
-            a scale.
+            a scale; ``nvfp4``: E2M1 numbers, times an E4M3 scale for each 16 and the row's global
+            scale; ``int8``: integers with a sign, times a scale.
         {options}
 
     Returns:
@@ -130,7 +140,8 @@ def experts_packed(
     check_keywords(experts_packed, {**options})
     result: Tensor = torch.ops.moe.experts_packed(
         x, expert_ids, expert_weights, w1, w2, w1_scales, w2_scales,
-        w1_zero_points, w2_zero_points, b1, b2, weight_format=weight_format, **options,
+        w1_zero_points, w2_zero_points, w1_global_scales, w2_global_scales, b1, b2,
+        weight_format=weight_format, **options,
     )  # fmt: skip
     return result
 
@@ -146,6 +157,8 @@ def dropless_packed(
     top_k: int,
     w1_zero_points: Tensor | None = None,
     w2_zero_points: Tensor | None = None,
+    w1_global_scales: Tensor | None = None,
+    w2_global_scales: Tensor | None = None,
     router_bias: Tensor | None = None,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
@@ -166,6 +179,8 @@ def dropless_packed(
         top_k: Experts per token, in ``1..E``.
         w1_zero_points: See there.
         w2_zero_points: See there.
+        w1_global_scales: See there.
+        w2_global_scales: See there.
         router_bias: ``[E]`` added to the logits, or None.
         b1: ``[E, F]`` in x's dtype, or None.
         b2: ``[E, D]`` in x's dtype, or None.
@@ -184,8 +199,8 @@ def dropless_packed(
     check_keywords(dropless_packed, {**options})
     result: Tensor = torch.ops.moe.dropless_packed(
         x, router_weight, w1, w2, w1_scales, w2_scales, top_k,
-        w1_zero_points, w2_zero_points, router_bias, b1, b2, selection_bias,
-        weight_format=weight_format, **options,
+        w1_zero_points, w2_zero_points, w1_global_scales, w2_global_scales,
+        router_bias, b1, b2, selection_bias, weight_format=weight_format, **options,
     )  # fmt: skip
     return result
 
@@ -220,7 +235,9 @@ def _call(op: str, *arguments: Any, weight_format: str, **options: Any) -> _Call
     router = RouterOptions(given["top_k"], **of_router) if "top_k" in given else None
     checked, encoding = ExpertOptions(**options), encoding_of(weight_format)
     w1_EFD, w2_EDH = (
-        PackedMatrices(encoding, given[w], given[w + SCALES], given[w + ZERO_POINTS], x.dtype)
+        PackedMatrices(
+            encoding, PackedWeight(*(given[w + suffix] for suffix in STORED_SUFFIXES)), x.dtype
+        )
         for w in ("w1", "w2")
     )
     weights = PackedExperts(w1_EFD, given["b1"], w2_EDH, given["b2"])
@@ -242,7 +259,7 @@ def _register_forward(op: str) -> None:
 
     def on_cuda(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         call = _call(op, x, *arguments, **options)
-        forward = offload_calls.forward_of(call.x_TD, call.weights.w1.values)
+        forward = offload_calls.forward_of(call.x_TD, call.weights.w1.packed.values)
         return forward(*call).view_as(x)
 
     def fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -265,7 +282,7 @@ def _experts_backward(
     dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     call = _call("experts_packed", x, expert_ids, expert_weights, *rest, **options)
-    check_trainable(x, call.weights.w1.values)
+    check_trainable(x, call.weights.w1.packed.values)
     dx_TD, dweights_TK, _, db1_EF, _, db2_ED = _grouped.experts_backward(
         rows_of(dy),
         call.x_TD,
@@ -282,7 +299,7 @@ def _experts_backward(
 @torch.library.impl(LIBRARY, "dropless_packed_backward", "CUDA")
 def _dropless_backward(dy: Tensor, x: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
     call = _call("dropless_packed", x, *rest, **options)
-    check_trainable(x, call.weights.w1.values)
+    check_trainable(x, call.weights.w1.packed.values)
     router = cast(RouterOptions, call.router)
     router_weight, router_bias, selection_bias = call.routing.values()
     ids_TK, weights_TK = route(call.x_TD, router_weight, router_bias, router, selection_bias)

@@ -7,7 +7,7 @@ of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,22 +23,67 @@ class Encoding:
 
     Attributes:
         name: The operators' ``weight_format``.
-        per_byte: Columns of a row that a byte holds.
+        elements: What a code of the values is: one of :data:`ELEMENTS`.
         scales_dtypes: Dtypes that the scales may have.
+        scale_elements: What a scale of int8 is: ``e8m0`` or ``e4m3``; "": scales are numbers.
         has_zero_points: Whether there may be zero points.
-        decode: Returns ``[..., N, K]`` of a dtype, in which it computes, from the values
-            ``[..., N, B]`` as uint8, the scales, and the zero points or None.
+        has_global_scales: Whether each row has a float32 by which its scales are multiplied.
         block: Rows and columns that share a scale; None: any number of columns of one row.
         any_of: Other blocks that there may be in place of ``block``.
     """
 
     name: str
-    per_byte: int
-    scales_dtypes: tuple[torch.dtype, ...]
-    has_zero_points: bool
-    decode: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+    elements: str
+    scales_dtypes: tuple[torch.dtype, ...] = KERNEL_FLOATS
+    scale_elements: str = ""
+    has_zero_points: bool = False
+    has_global_scales: bool = False
     block: tuple[int, int] | None = None
     any_of: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def per_byte(self) -> int:
+        """Columns of a row that a byte of the values holds."""
+        return 8 // ELEMENTS[self.elements]
+
+    def decode(
+        self,
+        values_NB: Tensor,
+        scales_RC: Tensor,
+        zero_points_RC: Tensor | None = None,
+        global_scales_N1: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Returns ``[..., N, K]`` of a dtype, in which it computes.
+
+        Args:
+            values_NB: Bytes.
+            scales_RC: The scales.
+            zero_points_RC: Zero points, or None.
+            global_scales_N1: Global scales, or None.
+            dtype: The result's.
+        """
+        matrix_NK = _numbers(self.elements, values_NB, dtype)
+        *_, rows, columns = matrix_NK.shape
+        block_rows, block_columns = self.blocks(rows, columns, scales_RC.shape[-2:])[0]
+        scales_RC = _numbers(self.scale_elements, scales_RC, dtype)
+        if global_scales_N1 is not None:
+            scales_RC = scales_RC * global_scales_N1.to(dtype)
+        if block_rows < WHOLE and block_rows > 1:
+            scales_RC = scales_RC.repeat_interleave(block_rows, -2)[..., :rows, :]
+        if block_columns >= WHOLE or columns % block_columns:
+            if block_columns < WHOLE:
+                scales_RC = scales_RC.repeat_interleave(block_columns, -1)[..., :columns]
+            groups_NGC, scales_NG1 = matrix_NK.unsqueeze(-2), scales_RC.unsqueeze(-2)
+        else:
+            groups_NGC = matrix_NK.unflatten(-1, (scales_RC.shape[-1], block_columns))
+            scales_NG1 = scales_RC.unsqueeze(-1)
+        if zero_points_RC is not None:
+            groups_NGC.sub_(zero_points_RC.to(dtype).unsqueeze(-1))
+        elif self.has_zero_points:
+            groups_NGC.sub_(8)
+        return groups_NGC.mul_(scales_NG1).flatten(-2)
 
     def blocks(self, rows: int, columns: int, scales: Sequence[int]) -> list[tuple[int, int]]:
         """Returns which rows and columns may share a scale: several where a matrix is small.
@@ -65,46 +110,21 @@ class Encoding:
         return " or ".join(f"[{out}, {depth}]" for out, depth in dict.fromkeys(sizes))
 
 
-def _decode_int4(
-    values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Returns ``(q - zero point) * scale``, where a byte holds two q of 0..15."""
-    q_NGC = _codes(values_NB).unflatten(-1, (scales_NG.shape[-1], -1)).to(dtype)
-    zero_points = 8 if zero_points_NG is None else zero_points_NG.to(dtype).unsqueeze(-1)
-    matrix_NGC: Tensor = q_NGC.sub_(zero_points).mul_(scales_NG.to(dtype).unsqueeze(-1))
-    return matrix_NGC.flatten(-2)
-
-
-def _decode_mxfp4(
-    values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Returns the E2M1 numbers that a byte holds two of, times E8M0 scales."""
-    numbers = torch.tensor(E2M1, dtype=dtype, device=values_NB.device)
-    powers = torch.tensor(E8M0, dtype=torch.float64, device=values_NB.device).to(dtype)
-    values_NGC = numbers[_codes(values_NB).int()].unflatten(-1, (scales_NG.shape[-1], -1))
-    scales_NG1 = powers[scales_NG.view(torch.uint8).int()].unsqueeze(-1)
-    matrix_NGC: Tensor = values_NGC.mul_(scales_NG1)
-    return matrix_NGC.flatten(-2)
-
-
-def _decode_fp8(
-    values_NK: Tensor, scales_RC: Tensor, zero_points: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Returns E4M3 numbers times the scale of their block, row or matrix."""
-    matrix_NK = values_NK.view(torch.float8_e4m3fn).to(dtype)
-    *_, rows, columns = matrix_NK.shape
-    block_rows, block_columns = ENCODINGS["fp8"].blocks(rows, columns, scales_RC.shape[-2:])[0]
-    scales = scales_RC.to(dtype)
-    if block_rows < WHOLE and block_rows > 1:
-        scales = scales.repeat_interleave(block_rows, -2)[..., :rows, :]
-    if block_columns < WHOLE:
-        scales = scales.repeat_interleave(block_columns, -1)[..., :columns]
-    return matrix_NK.mul_(scales)
-
-
 def blocks_of(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
     """Returns how many blocks a matrix has, some of which may be cut off."""
     return -(-rows // block[0]), -(-columns // block[1])
+
+
+def _numbers(elements: str, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of codes in bytes; of what are numbers already, themselves."""
+    if elements in ("uint4", "e2m1"):
+        codes = _codes(codes.view(torch.uint8))
+    if elements in ("e2m1", "e8m0"):
+        table = torch.tensor(E2M1 if elements == "e2m1" else E8M0, dtype=torch.float64)
+        return table.to(codes.device, dtype)[codes.view(torch.uint8).int()]
+    if elements == "e4m3":
+        codes = codes.view(torch.float8_e4m3fn)
+    return codes.to(dtype)
 
 
 def _codes(values_NB: Tensor) -> Tensor:
@@ -117,6 +137,9 @@ def _codes(values_NB: Tensor) -> Tensor:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0 = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan)
 
+#: What a code of packed values may be, and its bits: an integer from 0 on or with a sign, or a float.
+ELEMENTS = {"uint4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
+
 #: More rows or columns than a matrix has.
 WHOLE = 1 << 40
 
@@ -124,19 +147,11 @@ WHOLE = 1 << 40
 ENCODINGS: Mapping[str, Encoding] = {
     encoding.name: encoding
     for encoding in (
-        Encoding("int4", 2, KERNEL_FLOATS, has_zero_points=True, decode=_decode_int4),
-        Encoding(
-            "mxfp4", 2, (torch.int8,), has_zero_points=False, decode=_decode_mxfp4, block=(1, 32)
-        ),
-        Encoding(
-            "fp8",
-            1,
-            KERNEL_FLOATS,
-            has_zero_points=False,
-            decode=_decode_fp8,
-            block=(128, 128),
-            any_of=((WHOLE, WHOLE), (1, WHOLE)),
-        ),
+        Encoding("int4", "uint4", has_zero_points=True),
+        Encoding("mxfp4", "e2m1", (torch.int8,), "e8m0", block=(1, 32)),
+        Encoding("fp8", "e4m3", block=(128, 128), any_of=((WHOLE, WHOLE), (1, WHOLE))),
+        Encoding("nvfp4", "e2m1", (torch.int8,), "e4m3", has_global_scales=True, block=(1, 16)),
+        Encoding("int8", "int8"),
     )
 }
 
@@ -160,11 +175,13 @@ class PackedWeight(NamedTuple):
         values: ``[E, N, B]`` int8, the bytes.
         scales: ``[E, N, K / G]``.
         zero_points: ``[E, N, K / G]`` int8, or ``[E, 1, 1]``; None for the format's default.
+        global_scales: ``[E, N, 1]`` float32; None where the format has none.
     """
 
     values: Tensor
     scales: Tensor
     zero_points: Tensor | None = None
+    global_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -173,31 +190,26 @@ class PackedMatrices:
 
     Attributes:
         encoding: How they are packed.
-        values: As those of :class:`PackedWeight`.
-        scales: See there.
-        zero_points: See there.
+        packed: The tensors that store them.
         dtype: Dtype of a matrix once it is decoded, that of a product's operands.
     """
 
     encoding: Encoding
-    values: Tensor
-    scales: Tensor
-    zero_points: Tensor | None
+    packed: PackedWeight
     dtype: torch.dtype
 
     @property
     def shape(self) -> torch.Size:
         """``[E, N, K]``."""
-        experts, rows, row_bytes = self.values.shape
+        experts, rows, row_bytes = self.packed.values.shape
         return torch.Size((experts, rows, row_bytes * self.encoding.per_byte))
 
     def new_empty(self, size: int) -> Tensor:
         """Returns a tensor without values of the decoded dtype."""
-        return self.values.new_empty(size, dtype=self.dtype)
+        return self.packed.values.new_empty(size, dtype=self.dtype)
 
     def __getitem__(self, expert: int) -> Tensor:
         """Returns a matrix ``[N, K]``, decoded in float32 or wider and rounded once."""
-        zero_points = None if self.zero_points is None else self.zero_points[expert]
+        tensors = (None if tensor is None else tensor[expert] for tensor in self.packed)
         wide = torch.promote_types(self.dtype, torch.float32)
-        bytes_NB = self.values[expert].view(torch.uint8)
-        return self.encoding.decode(bytes_NB, self.scales[expert], zero_points, wide).to(self.dtype)
+        return self.encoding.decode(*tensors, dtype=wide).to(self.dtype)

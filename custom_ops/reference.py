@@ -98,7 +98,11 @@ def experts(
 
 
 def unpacked(
-    weight_format: str, values: Tensor, scales: Tensor, zero_points: Tensor | None
+    weight_format: str,
+    values: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None = None,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """The weights ``[E, N, K]`` that packed ones ``[E, N, ...]`` stand for, in float64."""
     if weight_format == "fp8":
@@ -107,22 +111,30 @@ def unpacked(
         depth = 128 if scales.shape[-1] > 1 else columns
         spread = scales.double().repeat_interleave(out, -2).repeat_interleave(depth, -1)
         return numbers * spread[..., :rows, :columns]
-    group = values.shape[-1] * 2 // scales.shape[-1]
+    if weight_format == "int8":
+        return values.double() * _along_rows(scales.double(), values.shape[-1])
+    columns = values.shape[-1] * 2
     codes = torch.stack([values.long() % 16, values.long() // 16 % 16], -1).flatten(-2)
+    if weight_format == "int4":
+        zeros = torch.full_like(scales, 8) if zero_points is None else zero_points
+        zeros = zeros.double().expand(*scales.shape[:-1], -1)
+        return (codes - _along_rows(zeros, columns)) * _along_rows(scales.double(), columns)
+    magnitudes = codes % 8
+    numbers = torch.where(
+        magnitudes < 2, magnitudes / 2, (1 + magnitudes % 2 / 2) * 2.0 ** (magnitudes // 2 - 1)
+    )
+    numbers = torch.where(codes < 8, numbers, -numbers)
     if weight_format == "mxfp4":
-        exponents = (scales.long() % 256).repeat_interleave(group, -1)
-        magnitudes = codes % 8
-        numbers = torch.where(
-            magnitudes < 2, magnitudes / 2, (1 + magnitudes % 2 / 2) * 2.0 ** (magnitudes // 2 - 1)
-        )
-        powers = torch.where(exponents == 255, torch.nan, 2.0 ** (exponents.double() - 127))
-        return torch.where(codes < 8, numbers, -numbers) * powers
-    scales = scales.double().repeat_interleave(group, -1)
-    zeros = torch.full_like(scales, 8)
-    if zero_points is not None:
-        zeros = zero_points.expand(*scales.shape[:-1], -1).double()
-        zeros = zeros.repeat_interleave(scales.shape[-1] // zeros.shape[-1], -1)
-    return (codes - zeros) * scales
+        exponents = (scales.long() % 256).double()
+        powers = torch.where(exponents == 255, torch.nan, 2.0 ** (exponents - 127))
+    else:
+        assert global_scales is not None
+        powers = scales.view(torch.float8_e4m3fn).double() * global_scales.double()
+    return numbers * _along_rows(powers, columns)
+
+
+def _along_rows(groups: Tensor, columns: int) -> Tensor:
+    return groups.repeat_interleave(columns // groups.shape[-1], -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_plus_one: bool = False) -> Tensor:

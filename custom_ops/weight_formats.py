@@ -17,9 +17,9 @@ from custom_ops.dtypes import FLOATS, KERNEL_FLOATS, dtype_name
 from custom_ops.packed_weights import ENCODINGS, WHOLE, encoding_of
 
 #: Suffixes of the tensors beside the packed values.
-SCALES, ZERO_POINTS = "_scales", "_zero_points"
+SCALES, ZERO_POINTS, GLOBAL_SCALES = "_scales", "_zero_points", "_global_scales"
 #: Those of the tensors that store a weight, in their order.
-STORED_SUFFIXES = ("", SCALES, ZERO_POINTS)
+STORED_SUFFIXES = ("", SCALES, ZERO_POINTS, GLOBAL_SCALES)
 #: The block of a tensor where it is the format's :attr:`WeightFormat.block`.
 OPEN = (0, 0)
 #: The block of a tensor that has one element for an expert's whole matrix.
@@ -187,6 +187,8 @@ def packed_format(
     if zero_points_block is not None:
         open_or_one = OPEN if zero_points_block == block else WHOLE_MATRIX
         stored.append(StoredTensor(ZERO_POINTS, torch.int8, open_or_one))
+    if known.has_global_scales:
+        stored.append(StoredTensor(GLOBAL_SCALES, torch.float32, (1, WHOLE)))
     return WeightFormat(encoding, operand_dtype, tuple(stored), encoding, block)
 
 

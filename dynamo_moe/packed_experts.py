@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.packed_weights import PackedWeight
-from custom_ops.weight_formats import SCALES, STORED_SUFFIXES, ZERO_POINTS
+from custom_ops.weight_formats import GLOBAL_SCALES, SCALES, STORED_SUFFIXES
 
 #: The name of the module within a layer.
 NAME = "packed_experts"
@@ -42,9 +42,8 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.weight_format = weight_format
         for name, weight, bias in (("1", w1, b1), ("2", w2, b2)):
-            self.register_buffer(f"w{name}", weight.values)
-            self.register_buffer(f"w{name}{SCALES}", weight.scales)
-            self.register_buffer(f"w{name}{ZERO_POINTS}", weight.zero_points)
+            for suffix, tensor in zip(STORED_SUFFIXES, weight, strict=True):
+                self.register_buffer(f"w{name}{suffix}", tensor)
             self.register_buffer(f"b{name}", bias)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
@@ -71,16 +70,18 @@ class PackedExperts(nn.Module):
         biases = {name: getattr(self, name) for name in ("b1", "b2")}
         names = [weight + suffix for weight in ("w1", "w2") for suffix in STORED_SUFFIXES]
         return {
-            **{name: _narrow(getattr(self, name)) for name in names},
+            **{name: _in_dtype(name, getattr(self, name)) for name in names},
             **{name: None if b is None else b.to(x.dtype) for name, b in biases.items()},
             "weight_format": self.weight_format,
         }
 
 
-def _narrow(tensor: Tensor | None) -> Tensor | None:
-    """Returns float32 for float64, to which ``model.double()`` casts the scales."""
-    wide = tensor is not None and tensor.dtype == torch.float64
-    return tensor.float() if wide and tensor is not None else tensor
+def _in_dtype(name: str, tensor: Tensor | None) -> Tensor | None:
+    """Returns scales in a dtype that they may have, whatever ``model.double()`` made of them."""
+    if tensor is None or not name.endswith(SCALES):
+        return tensor
+    is_wide = tensor.dtype == torch.float64 or name.endswith(GLOBAL_SCALES)
+    return tensor.float() if is_wide else tensor
 
 
 def of(layer: nn.Module) -> PackedExperts | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
-from custom_ops.packed_weights import ENCODINGS, PackedWeight
+from custom_ops.packed_weights import WHOLE, Encoding, PackedWeight, blocks_of, encoding_of
 from dynamo_moe import packed_experts
 from dynamo_moe.conversion.packing import (
     converted_layers,
@@ -24,13 +24,13 @@ from dynamo_moe.conversion.packing import (
 from dynamo_moe.json_values import json_values
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.rounding import rounded
 
 Scales = Callable[[str, int, Tensor], Tensor]
-"""From a weight's path, an expert and its matrix ``[N, K]`` to its scales ``[N, K / G]``."""
+"""From a weight's path, an expert and its matrix ``[N, K]`` to its scales."""
 
-#: The formats that weights are rounded to.
-ROUNDED = ("int4",)
-_HALF = (torch.float16, torch.bfloat16)
+#: Columns that share a scale, where they are not said and the format does not say.
+_GROUPS = {"int4": 32, "int8": WHOLE}
 
 
 @dataclass(frozen=True)
@@ -81,60 +81,71 @@ def quantize(
     model: nn.Module,
     weight_format: str = "int4",
     *,
-    group: int = 32,
+    group: int | None = None,
     zero_points: bool = False,
     scales: Scales | None = None,
 ) -> QuantizationReport:
     """Rounds the experts' weights of a converted model to a packed format, in place.
 
-    Every weight becomes the nearest that the format has, given a scale for each group of values
-    along a row: ``max |w| / 7.5`` without zero points; with them ``(max w - min w) / 15``, where
-    the range includes 0. That is how compressed-tensors rounds to 4 bits. Scales have the weights'
-    dtype where that is half precision, else float32. Routers, biases and all else stay.
+    Every weight becomes the nearest that the format has, given the scale of its block, which the
+    block's greatest magnitude decides. Routers, biases and all else stay.
+
+    ========== ============================ ================================================
+    format     block                        scale
+    ========== ============================ ================================================
+    ``int4``   ``group`` of a row, or 32    ``max |w| / 7.5``, as compressed-tensors has it;
+                                            with zero points ``(max w - min w) / 15``, where
+                                            the range includes 0
+    ``int8``   ``group`` of a row, or all   ``max |w| / 127.5``, likewise
+    ``fp8``    128 x 128                    ``max |w| / 448``, in float32
+    ``mxfp4``  32 of a row                  ``2 ** (floor(log2(max |w|)) - 2)``, as the OCP
+                                            Microscaling Formats Specification 1.0 has it
+    ``nvfp4``  16 of a row                  ``max |w| / 6`` rounded to E4M3 times the global
+                                            scale, the matrix's ``max |w| / (6 * 448)``
+    ========== ============================ ================================================
+
+    Scales of integers have the weights' dtype where that is half precision, else float32.
 
     The weights are released layer by layer, and biases are buffers from then on: for inference.
     The weights of a model that :func:`open_checkpoint` opened are rounded as they are written.
 
     Args:
         model: The model, after :func:`convert`.
-        weight_format: ``int4``.
-        group: How many values along a row share a scale; it must divide D and H of every layer.
-        zero_points: Whether a group has a zero point, or is symmetric.
+        weight_format: One of those above.
+        group: How many values along a row share a scale, in ``int4`` and ``int8``; it must divide D
+            and H of every layer.
+        zero_points: Whether a group of ``int4`` has a zero point, or is symmetric.
         scales: Scales from elsewhere, such as a calibration: a function from the path of a weight,
-            ending in ``.w1`` or ``.w2``, an expert and its matrix ``[N, K]`` to ``[N, K / G]``, all
-            positive. None: as above.
+            ending in ``.w1`` or ``.w2``, an expert and its matrix ``[N, K]`` to the scales of its
+            blocks, all positive; in ``int4``, ``int8`` and ``fp8``. None: as above.
 
     Returns:
         What was done.
 
     Raises:
-        ValueError: If there is no layer, the format is unknown, ``group`` does not divide a row, or
-            weights are shared with another layer; if a weight in memory is not finite; nothing is
-            packed then. If scales have another shape or are not positive, layers before the one
-            that is named are packed.
+        ValueError: If there is no layer, the format is unknown or lacks an option that is given,
+            ``group`` does not divide a row, or weights are shared with another layer; if a weight
+            in memory is not finite; nothing is packed then. If scales have another shape or are not
+            positive, layers before the one that is named are packed.
     """
-    if weight_format not in ROUNDED:
-        names = ", ".join(ROUNDED)
-        raise ValueError(
-            f"weight_format must be one of {names} to be rounded to; got {weight_format!r}"
-        )
+    encoding = encoding_of(weight_format)
+    _check_options(encoding, group, zero_points, scales)
+    block = encoding.block or (1, group or _GROUPS[encoding.name])
     layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
-    if group < 1:
-        raise ValueError(f"group must be at least 1, got {group}")
     taken = {p: module for p, module in layers.items() if packed_experts.of(module) is None}
     _check_owners(model, taken)
     for path, module in taken.items():
         weights = _detached(module)
         for name, weight in (("w1", weights.w1), ("w2", weights.w2)):
-            _check_group(f"{path}.{name}", weight, weight_format, group)
+            _check_columns(f"{path}.{name}", weight, encoding, block)
             _check_finite(f"{path}.{name}", weight)
     done = []
     for path, module in taken.items():
         weights = _detached(module)
         packed = {
-            name: _packed(f"{path}.{name}", weight, group, zero_points, scales)
+            name: _packed(f"{path}.{name}", weight, encoding, block, zero_points, scales)
             for name, weight in (("w1", weights.w1), ("w2", weights.w2))
         }
         before = weights.w1.nbytes + weights.w2.nbytes
@@ -170,20 +181,41 @@ def _check_owners(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _check_group(path: str, weight: Tensor, weight_format: str, group: int) -> None:
+def _check_options(
+    encoding: Encoding, group: int | None, zero_points: bool, scales: Scales | None
+) -> None:
+    if group is not None and encoding.block is not None:
+        raise ValueError(f"{encoding.name} has blocks of its own, got group={group}")
+    if group is not None and group < 1:
+        raise ValueError(f"group must be at least 1, got {group}")
+    if zero_points and not encoding.has_zero_points:
+        raise ValueError(f"{encoding.name} has no zero points")
+    if scales is not None and encoding.scale_elements:
+        raise ValueError(f"{encoding.name} takes no scales from elsewhere")
+
+
+def _check_columns(path: str, weight: Tensor, encoding: Encoding, block: tuple[int, int]) -> None:
     columns = weight.shape[-1]
-    if columns % group:
-        raise ValueError(f"{path} has rows of {columns} values, which group={group} must divide")
-    per_byte = ENCODINGS[weight_format].per_byte
-    if columns % per_byte:
-        raise ValueError(f"{path} has rows of {columns} values, of which a byte takes {per_byte}")
+    is_group = block[0] == 1 and block[1] < WHOLE
+    if is_group and columns % block[1]:
+        said = "group=" if encoding.block is None else f"{encoding.name}'s groups of "
+        raise ValueError(f"{path} has rows of {columns} values, which {said}{block[1]} must divide")
+    if columns % encoding.per_byte:
+        raise ValueError(
+            f"{path} has rows of {columns} values, of which a byte takes {encoding.per_byte}"
+        )
 
 
 # --- Rounding ---
 
 
 def _packed(
-    path: str, weight: Tensor, group: int, zero_points: bool, scales: Scales | None
+    path: str,
+    weight: Tensor,
+    encoding: Encoding,
+    block: tuple[int, int],
+    zero_points: bool,
+    scales: Scales | None,
 ) -> PackedWeight:
     """Packs ``[E, N, K]``, an expert at a time."""
     experts = []
@@ -193,51 +225,20 @@ def _packed(
             matrix = matrix.read()
         given = None if scales is None else scales(path, expert, matrix)
         if given is not None:
-            _check_scales(path, expert, given, matrix, group)
-        experts.append(rounded_int4(matrix, group, zero_points=zero_points, scales=given))
-    values, their_scales, zeros = zip(*experts, strict=True)
+            _check_scales(path, expert, given, blocks_of(*matrix.shape, block))
+        experts.append(rounded(matrix, encoding, block, zero_points=zero_points, scales=given))
     return PackedWeight(
-        torch.stack(values),
-        torch.stack(their_scales),
-        torch.stack(zeros) if zero_points else None,
+        *(
+            None if tensors[0] is None else torch.stack(tensors)
+            for tensors in zip(*experts, strict=True)
+        )
     )
 
 
-def rounded_int4(
-    matrix_NK: Tensor, group: int, *, zero_points: bool = False, scales: Tensor | None = None
-) -> PackedWeight:
-    """Returns the nearest matrix in ``int4``; of a lazy one, lazy tensors.
-
-    Args:
-        matrix_NK: ``[N, K]``.
-        group: G.
-        zero_points: Whether groups have one.
-        scales: ``[N, K / G]``; None: from the greatest and least value of each group.
-    """
-    dtype = matrix_NK.dtype if matrix_NK.dtype in _HALF else torch.float32
-    groups = matrix_NK.float().reshape(matrix_NK.shape[0], -1, group)
-    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
-    if zero_points:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-    if scales is None:
-        scales = (high - low) / 15 if zero_points else torch.maximum(high, -low) / 7.5
-        scales = scales.to(dtype).float()
-        scales = torch.where(scales == 0, 1.0, scales)
-    scales = scales.to(dtype)
-    wide = scales.float().unsqueeze(-1)
-    zeros = (-low.unsqueeze(-1) / wide).round().clamp(0, 15) if zero_points else None
-    codes = (groups / wide).round() + (8 if zeros is None else zeros)
-    flat = codes.clamp(0, 15).to(torch.int16).reshape(matrix_NK.shape[0], -1, 2)
-    pairs = flat[..., 0] + flat[..., 1] * 16
-    values = torch.where(pairs < 128, pairs, pairs - 256).to(torch.int8)
-    return PackedWeight(values, scales, None if zeros is None else zeros[..., 0].to(torch.int8))
-
-
-def _check_scales(path: str, expert: int, scales: Tensor, matrix: Tensor, group: int) -> None:
-    wanted = [matrix.shape[0], matrix.shape[1] // group]
-    if list(scales.shape) != wanted:
+def _check_scales(path: str, expert: int, scales: Tensor, wanted: tuple[int, int]) -> None:
+    if tuple(scales.shape) != wanted:
         raise ValueError(
-            f"the scales of {path}, expert {expert}, must have the shape {wanted}, "
+            f"the scales of {path}, expert {expert}, must have the shape {list(wanted)}, "
             f"got {list(scales.shape)}"
         )
     if not bool(((scales > 0) & scales.isfinite()).all()):

@@ -19,7 +19,7 @@ from custom_ops.kernels.spec import (
     TensorPointer,
     WorkspacePointer,
 )
-from custom_ops.weight_formats import SCALES, ZERO_POINTS
+from custom_ops.weight_formats import STORED_SUFFIXES
 
 _ABSENT = Constant(None)
 _INT32_BUFFERS = ("slot_of_row", "row_of_slot", "row_starts", "tile_expert", "tile_row")
@@ -156,14 +156,14 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
 
 
 def _beside_values(layer: Layer) -> dict[str, Argument]:
-    """Returns the scales and zero points of packed weights, or None for each that there is not."""
+    """Returns the tensors beside the values of packed weights, or None for each there is not."""
     dtypes = {tensor.suffix: tensor.dtype for tensor in layer.shape.weight_format.stored}
     return {
         f"{name}{suffix}_ptr": _stored(layer, name + suffix, dtypes[suffix])
         if suffix in dtypes
         else _ABSENT
         for name in ("w1", "w2")
-        for suffix in (SCALES, ZERO_POINTS)
+        for suffix in STORED_SUFFIXES[1:]
     }
 
 

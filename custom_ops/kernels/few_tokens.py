@@ -43,8 +43,9 @@ def few_up_kernel(
     expert_weights_ptr,  # [T, K], or None
     row_scale_ptr,  # [T], float32, or None where there is no norm
     w1_ptr,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED
-    w1_scales_ptr,  # and zero points: of packed weights, else None
+    w1_scales_ptr,  # and the next two: of packed weights, else None
     w1_zero_points_ptr,
+    w1_global_scales_ptr,
     b1_ptr,  # [E, F] or None
     wave_of_expert_ptr,  # [E], or None where all experts are resident
     place_of_expert_ptr,  # [E], or None
@@ -133,6 +134,8 @@ def few_up_kernel(
                 ONE_ZERO_POINT,
             )
     z = tl.sum(products, axis=K_AXIS)
+    if w1_global_scales_ptr is not None:
+        z *= tl.load(w1_global_scales_ptr + place * F + row, mask=has_row, other=0.0)
     if row_scale_ptr is not None:
         z *= tl.load(row_scale_ptr + slot // K)
     if b1_ptr is not None:
@@ -154,8 +157,9 @@ def few_down_kernel(
     expert_ids_ptr,  # [T, K]
     expert_weights_ptr,  # [T, K], or None where the weights are on the input
     w2_ptr,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED
-    w2_scales_ptr,  # and zero points: of packed weights, else None
+    w2_scales_ptr,  # and the next two: of packed weights, else None
     w2_zero_points_ptr,
+    w2_global_scales_ptr,
     b2_ptr,  # [E, D] or None
     x_ptr,  # [T, D], or None where the result is the sum alone
     y_ptr,  # [T, D], or None where only some of the experts are resident
@@ -245,6 +249,10 @@ def few_down_kernel(
                 SCALE_K,
                 ONE_ZERO_POINT,
             )
+    if w2_global_scales_ptr is not None:
+        products *= tl.load(
+            w2_global_scales_ptr + place * D + n, mask=has_expert & (n < D), other=0.0
+        )
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * D + n, mask=has_expert & (n < D), other=0.0)
         products += tl.where(k == 0, bias.to(tl.float32), 0.0)

@@ -150,8 +150,9 @@ def _add_product(rows, w, sums, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
 def expert_up_kernel(
     x_ptr,  # [T, D]
     w1,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED: a pointer, or a tensor map
-    w1_scales_ptr,  # and zero points: of packed weights, else None
+    w1_scales_ptr,  # and the next two: of packed weights, else None
     w1_zero_points_ptr,
+    w1_global_scales_ptr,
     b1_ptr,  # [E, F] or None
     expert_weights_ptr,  # [T, K]
     row_scale_ptr,  # [T], float32, or None where there is no norm
@@ -243,6 +244,7 @@ def expert_up_kernel(
                 TENSOR_MAPS,
                 w1_scales_ptr,
                 w1_zero_points_ptr,
+                w1_global_scales_ptr,
                 dtype,
                 ENCODING,
                 SCALE_N,
@@ -275,8 +277,9 @@ def expert_up_kernel(
 def expert_down_kernel(
     hidden_ptr,  # [R, H]
     w2,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED: a pointer, or a tensor map
-    w2_scales_ptr,  # and zero points: of packed weights, else None
+    w2_scales_ptr,  # and the next two: of packed weights, else None
     w2_zero_points_ptr,
+    w2_global_scales_ptr,
     b2_ptr,  # [E, D] or None
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
@@ -350,6 +353,7 @@ def expert_down_kernel(
                 TENSOR_MAP=TENSOR_MAPS,
                 scales_ptr=w2_scales_ptr,
                 zero_points_ptr=w2_zero_points_ptr,
+                global_scales_ptr=w2_global_scales_ptr,
                 dtype=hidden_ptr.dtype.element_ty,
                 ENCODING=ENCODING,
                 SCALE_N=SCALE_N,

@@ -30,6 +30,23 @@ def per_element(encoding):
     return 1 if encoding == "plain" else ENCODINGS[encoding].per_byte
 
 
+@triton.constexpr_function
+def elements_of(encoding):
+    """Returns what a code of packed weights is."""
+    return ENCODINGS[encoding].elements
+
+
+@triton.constexpr_function
+def _half_of(elements):
+    """Returns the root of what the bits that :func:`_code_in` makes of a code are short of."""
+    return {"e2m1": 2.0**63, "e4m3": 2.0**60}.get(elements, 1.0)
+
+
+@triton.constexpr_function
+def _scale_elements_of(encoding):
+    return ENCODINGS[encoding].scale_elements
+
+
 @triton.jit
 def place_of(expert, place_of_expert_ptr):
     """Returns where an expert's weights lie among those on the device: all of them, or slots."""
@@ -85,6 +102,18 @@ def _e8m0(code):
 
 
 @triton.jit
+def _load_scales(ptrs, mask, ENCODING: tl.constexpr):
+    """Returns scales as float32."""
+    scales = tl.load(ptrs, mask=mask, other=0)
+    ELEMENTS: tl.constexpr = _scale_elements_of(ENCODING)
+    if ELEMENTS == "e8m0":
+        scales = _e8m0(_unsigned(scales))
+    elif ELEMENTS == "e4m3":
+        scales = _e4m3(_unsigned(scales))
+    return scales.to(tl.float32)
+
+
+@triton.jit
 def _unsigned(code):
     return code.to(tl.uint8, bitcast=True).to(tl.int32)
 
@@ -126,6 +155,7 @@ def _decoded(
     w_ptr,  # [E, N, K / 2], or [E, N, K] if each element has a byte
     scales_ptr,  # [E, ceil(N / SCALE_N), ceil(K / SCALE_K)]
     zero_points_ptr,  # as the scales, or [E] if ONE_ZERO_POINT, or None
+    global_scales_ptr,  # [E, N], or None
     expert,
     n,
     start,
@@ -144,6 +174,7 @@ def _decoded(
     along. BLOCK_K and SCALE_K divide one another, unless a row has one scale.
     """
     PER_BYTE: tl.constexpr = per_element(ENCODING)
+    ELEMENTS: tl.constexpr = elements_of(ENCODING)
     ROW_BYTES: tl.constexpr = K // PER_BYTE
     SCALES: tl.constexpr = (K + SCALE_K - 1) // SCALE_K
     GROUPS: tl.constexpr = BLOCK_K // SCALE_K if SCALE_K < K and SCALE_K < BLOCK_K else 1
@@ -151,7 +182,7 @@ def _decoded(
     packed = tl.load(
         w_ptr + (expert * N + n) * ROW_BYTES + byte, mask=inside & (byte < ROW_BYTES), other=0
     )
-    codes = _unsigned(packed)
+    codes = packed if ELEMENTS == "int8" else _unsigned(packed)
     if PER_BYTE == 2:
         codes = _joined(tl.join(codes & 15, codes >> 4), BLOCK_K)
     group = start // SCALE_K + _along(n, GROUPS, 0)
@@ -160,10 +191,11 @@ def _decoded(
     else:
         row = expert + n * 0
     has_scale = inside & (group < SCALES)
-    scales = tl.load(scales_ptr + row * SCALES + group, mask=has_scale, other=0)
-    scales = _e8m0(_unsigned(scales)) if ENCODING == "mxfp4" else scales.to(tl.float32)
+    scales = _load_scales(scales_ptr + row * SCALES + group, has_scale, ENCODING)
+    if global_scales_ptr is not None:
+        scales *= tl.load(global_scales_ptr + expert * N + n, mask=inside, other=0.0)
     scales = tl.expand_dims(scales, len(n.shape))
-    if ENCODING == "int4":
+    if ELEMENTS == "uint4":
         # The bits of 2**23 + code: an operation less than a conversion, which is slow besides.
         values = _by_groups((codes | 0x4B000000).to(tl.float32, bitcast=True), GROUPS)
         if zero_points_ptr is None:
@@ -173,12 +205,14 @@ def _decoded(
             has_zeros = inside if ONE_ZERO_POINT else has_scale
             zeros = tl.load(zero_points_ptr + place, mask=has_zeros, other=0)
             values -= tl.expand_dims(zeros.to(tl.float32) + 8388608.0, len(n.shape))
-    elif ENCODING == "mxfp4":
+    elif ELEMENTS == "e2m1":
         values = _by_groups(_e2m1(codes), GROUPS)
-    else:
+    elif ELEMENTS == "e4m3":
         values = _by_groups(_e4m3(codes), GROUPS)
+    else:
+        values = _by_groups(codes.to(tl.float32), GROUPS)
     tile = _joined(values * scales, BLOCK_K)
-    if ENCODING == "int4" and K % BLOCK_K != 0:  # The others' code 0 is a zero.
+    if ELEMENTS == "uint4" and K % BLOCK_K != 0:  # The others' code 0 is a zero.
         tile = tl.where(start + _along(n, BLOCK_K, 0) < K, tile, 0.0)
     return tile
 
@@ -200,6 +234,7 @@ def load_weights(
     TENSOR_MAP: tl.constexpr,
     scales_ptr=None,
     zero_points_ptr=None,
+    global_scales_ptr=None,
     dtype: tl.constexpr = None,  # of the operands, where packed
     ENCODING: tl.constexpr = "plain",
     SCALE_N: tl.constexpr = 1,
@@ -216,6 +251,7 @@ def load_weights(
             w,
             scales_ptr,
             zero_points_ptr,
+            global_scales_ptr,
             expert.to(tl.int64),
             n,
             start,
@@ -282,12 +318,15 @@ def weights_at(
 
 
 @triton.jit
-def _code_in(word, PLACE: tl.constexpr, ENCODING: tl.constexpr):
+def _code_in(word, PLACE: tl.constexpr, ELEMENTS: tl.constexpr):
     """Returns a float32 by a code's place in a word, :func:`packed_products` says of what."""
-    if ENCODING == "int4":
+    if ELEMENTS == "uint4":
         shifted = word << (16 - 4 * PLACE) if PLACE < 4 else word >> (4 * PLACE - 16)
         bits = (shifted & 0xF0000) | 0x43000000
-    elif ENCODING == "mxfp4":
+    elif ELEMENTS == "int8":
+        shifted = word << (15 - 8 * PLACE) if PLACE < 2 else word >> (8 * PLACE - 15)
+        bits = (shifted & 0x7F8000) | 0x43800000
+    elif ELEMENTS == "e2m1":
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
     else:
         bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
@@ -319,16 +358,18 @@ def packed_products(
 
     ``expert``, ``n`` and the masks are as of :func:`_decoded`, and so is the tile, which has a word
     in each place of its last axis. A weight is not rounded to the operands' dtype. A code becomes
-    the bits of a float32 by a shift and a mask: 128 + q of int4, of which the sum of x takes off
-    what is too much; an E2M1 number times 2**-126 and an E4M3 number times 2**-120, which x and
-    the scale make up for by a half each.
+    the bits of a float32 by a shift and a mask: 128 + q of int4 and 384 + q of int8, of which the
+    sum of x takes off what is too much; an E2M1 number times 2**-126 and an E4M3 number times
+    2**-120, which x and the scale make up for by a half each. A global scale is left to the sum
+    over a row.
     """
     PER_WORD: tl.constexpr = 4 * per_element(ENCODING)
+    ELEMENTS: tl.constexpr = elements_of(ENCODING)
     WORDS: tl.constexpr = K // PER_WORD
     # Elements of x, in a load of 8 bytes.
     X_BITS: tl.constexpr = x_ptr.dtype.scalar.element_ty.primitive_bitwidth
     X_LOAD: tl.constexpr = 64 // X_BITS
-    HALF: tl.constexpr = 2.0**63 if ENCODING == "mxfp4" else (2.0**60 if ENCODING == "fp8" else 1.0)
+    HALF: tl.constexpr = _half_of(ELEMENTS)
     word = start // PER_WORD + _along(n, BLOCK_K // PER_WORD, 0)
     has_word = word < WORDS
     packed = tl.load(
@@ -336,6 +377,8 @@ def packed_products(
         mask=inside & has_word,
         other=0,
     )
+    if ELEMENTS == "int8":
+        packed ^= -0x7F7F7F80  # From a sign to 128 + q, in each byte.
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int64)) + word * (PER_WORD // X_LOAD)
     sums = -0.0  # To add to it costs nothing.
     x_sum = -0.0
@@ -350,7 +393,7 @@ def packed_products(
         if x_weight is not None:
             x = x.to(tl.float32) * x_weight
         x = x.to(dtype).to(tl.float32) * HALF
-        sums += _code_in(packed, i, ENCODING) * x
+        sums += _code_in(packed, i, ELEMENTS) * x
         x_sum += x
     group = word * PER_WORD // SCALE_K
     if SCALE_N < N:
@@ -358,9 +401,8 @@ def packed_products(
     else:
         row = expert + n * 0
     place = row * ((K + SCALE_K - 1) // SCALE_K) + group
-    scales = tl.load(scales_ptr + place, mask=inside & has_word, other=0)
-    scales = _e8m0(_unsigned(scales)) if ENCODING == "mxfp4" else scales.to(tl.float32)
-    if ENCODING == "int4":
+    scales = _load_scales(scales_ptr + place, inside & has_word, ENCODING)
+    if ELEMENTS == "uint4":
         zeros = 8.0
         if zero_points_ptr is not None:
             if ONE_ZERO_POINT:
@@ -369,7 +411,9 @@ def packed_products(
                 zeros = tl.load(zero_points_ptr + place, mask=inside & has_word, other=0)
             zeros = zeros.to(tl.float32)
         sums -= (zeros + 128.0) * x_sum
-    elif ENCODING == "fp8":
+    elif ELEMENTS == "int8":
+        sums -= 384.0 * x_sum
+    elif ELEMENTS == "e4m3":
         # A byte of NaN carries into its highest bit.
         is_nan = ((packed & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
         sums = tl.where(is_nan != 0, float("nan"), sums)

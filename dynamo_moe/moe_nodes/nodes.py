@@ -27,6 +27,7 @@ from custom_ops.options import (
 )
 from custom_ops.packed_weights import WHOLE, encoding_of
 from custom_ops.weight_formats import (
+    GLOBAL_SCALES,
     WHOLE_MATRIX,
     ZERO_POINTS,
     WeightFormat,
@@ -42,7 +43,8 @@ EXPERTS = "DroplessMoEExperts"
 DROPLESS_PACKED = "DroplessMoEPacked"
 EXPERTS_PACKED = "DroplessMoEExpertsPacked"
 
-_PACKED = ("w1", "w2", "w1_scales", "w2_scales", "w1_zero_points", "w2_zero_points")
+_BESIDE_BIASES = ("w1_zero_points", "w2_zero_points", "w1_global_scales", "w2_global_scales")
+_PACKED = ("w1", "w2", "w1_scales", "w2_scales", *_BESIDE_BIASES)
 #: A node's inputs in order, by the names of the PyTorch operator's arguments.
 INPUTS = {
     DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2", "selection_bias"),
@@ -71,9 +73,7 @@ TRAINING_OUTPUTS = {
     DROPLESS_GRAD: ("dx", "drouter_weight", "dw1", "db1", "dw2", "db2", "drouter_bias"),
     EXPERTS_GRAD: ("dx", "dexpert_weights", "dw1", "db1", "dw2", "db2"),
 }
-OPTIONAL_INPUTS = (
-    "w1_zero_points", "w2_zero_points", "router_bias", "b1", "b2", "selection_bias",
-)  # fmt: skip
+OPTIONAL_INPUTS = (*_BESIDE_BIASES, "router_bias", "b1", "b2", "selection_bias")
 
 #: How the weights of a packed node are stored, and the columns and rows that share a scale; 0: all.
 WEIGHT_FORMAT = "weight_format"
@@ -186,6 +186,9 @@ def _weight_format(
             f"{encoding.name} has no zero points: its {' and '.join(zero_points)} must be "
             "[E, 1, 1], which stand for none"
         )
+    missing = [name for name in _GLOBAL_SCALES if name not in inputs]
+    if encoding.has_global_scales and missing:
+        raise ValueError(f"{encoding.name} needs its {' and '.join(missing)}")
     if len(kinds) > 1:
         raise ValueError(
             f"its {' and '.join(zero_points)} must both have one for each scale, or be [E, 1, 1]"
@@ -197,6 +200,9 @@ def _weight_format(
         block,
         zero_points_block=None if not kinds else WHOLE_MATRIX if kinds == {True} else block,
     )
+
+
+_GLOBAL_SCALES = tuple(weight + GLOBAL_SCALES for weight in ("w1", "w2"))
 
 
 def has_one_zero_point(zero_points: ir.Value) -> bool | None:

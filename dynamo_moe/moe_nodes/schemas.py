@@ -55,6 +55,7 @@ _TYPE_CONSTRAINTS = {
     "I": (ID_TYPES, "Expert indices."),
     "P": ((ir.DataType.FLOAT, ir.DataType.DOUBLE), "Weights that the router computes."),
     "B": ((ir.DataType.INT8,), "Packed bytes."),
+    "G": ((ir.DataType.FLOAT,), "Global scales."),
     "C": (tuple(map(from_torch_dtype, (*KERNEL_FLOATS, torch.int8))), "Scales."),
 }
 _TENSORS = {
@@ -69,10 +70,12 @@ _TENSORS = {
     "w2": ("W", "Second product [E, D, H], or [E, H, D] if transposed."),
     "b1": ("W", "[E, F]."),
     "b2": ("W", "[E, D]."),
-    "w1_scales": ("C", "[E, F / block_rows, D / block_size]; in `mxfp4` bytes of E8M0."),
+    "w1_scales": ("C", "[E, F / block_rows, D / block_size]; bytes in `mxfp4` and `nvfp4`."),
     "w2_scales": ("C", "[E, D / block_rows, H / block_size]."),
     "w1_zero_points": ("B", "[E, F, D / block_size], or [E, 1, 1]; 8 if absent. Of `int4` alone."),
     "w2_zero_points": ("B", "[E, D, H / block_size], or [E, 1, 1]; 8 if absent."),
+    "w1_global_scales": ("G", "[E, F, 1], of `nvfp4`; others have them before biases: [E, 1, 1]."),
+    "w2_global_scales": ("G", "[E, D, 1], likewise."),
 }
 # What differs where weights are packed.
 _PACKED_TENSORS = {

@@ -11,7 +11,7 @@ import torch
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
 from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding
-from custom_ops.weight_formats import ZERO_POINTS
+from custom_ops.weight_formats import GLOBAL_SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import training_body
 from dynamo_moe.moe_nodes.nodes import (
@@ -99,6 +99,8 @@ def _fill(name: str, arguments: Arguments) -> Filling:
     """
     if name.endswith(ZERO_POINTS):
         return (_sizes(arguments["w1"])[0], 1, 1), ir.DataType.INT8, 8
+    if name.endswith(GLOBAL_SCALES):
+        return (_sizes(arguments["w1"])[0], 1, 1), ir.DataType.FLOAT, 1
     experts, rows, _ = _sizes(arguments["w1"])
     width = _sizes(arguments["w2"])[1]
     of_router = {"router_bias": (experts,), "selection_bias": (experts,)}

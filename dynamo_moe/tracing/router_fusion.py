@@ -138,12 +138,12 @@ def _fuse(part: _Part, router: _Router) -> None:
         experts.target = _moe.dropless.default
         experts.args = (x, part.weight, *parameters, options.top_k, router_bias, selection_bias)
     else:
-        packed, rest = parameters[:4], [*parameters[4:], *[None] * (8 - len(parameters))]
-        zero_points, biases = rest[:2], rest[2:]
+        packed, rest = parameters[:4], [*parameters[4:], *[None] * (10 - len(parameters))]
+        beside, biases = rest[:4], rest[4:]
         experts.target = _moe.dropless_packed.default
         experts.args = (
             *(x, part.weight, *packed, options.top_k),
-            *(*zero_points, router_bias, *biases, selection_bias),
+            *(*beside, router_bias, *biases, selection_bias),
         )
     experts.kwargs = {**experts.kwargs, **keywords}
 

@@ -104,8 +104,7 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
     return output
 
 
-# The places of router_bias and selection_bias among the arguments.
-_BIASES = {torch.ops.moe.dropless.default: (7, 8), torch.ops.moe.dropless_packed.default: (9, 12)}
+_WITH_ROUTER = (torch.ops.moe.dropless.default, torch.ops.moe.dropless_packed.default)
 
 
 class RoutingRecorder(TorchDispatchMode):
@@ -123,16 +122,17 @@ class RoutingRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in (torch.ops.moe.experts.default, torch.ops.moe.experts_packed.default):
             self.ids.append(args[1])
-        elif func in _BIASES:
-            tokens, weight, top_k = args[0], args[1], args[6]
-            bias, selection_bias = (
-                args[place] if place < len(args) else None for place in _BIASES[func]
-            )
+        elif func in _WITH_ROUTER:
+            names = (argument.name for argument in func._schema.arguments)
+            given = dict(zip(names, args, strict=False)) | kwargs
             options = RouterOptions(
-                top_k, **{row.name: kwargs.get(row.name, row.default) for row in ROUTER_OPTIONS}
+                given["top_k"],
+                **{row.name: given.get(row.name, row.default) for row in ROUTER_OPTIONS},
             )
-            x_TD = tokens.reshape(-1, tokens.shape[-1])
-            self.ids.append(route(x_TD, weight, bias, options, selection_bias)[0])
+            x_TD = given["x"].reshape(-1, given["x"].shape[-1])
+            biases = given.get("router_bias"), given.get("selection_bias")
+            routed = route(x_TD, given["router_weight"], biases[0], options, biases[1])
+            self.ids.append(routed[0])
         return func(*args, **kwargs)
 
 

@@ -38,22 +38,27 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Unpacking(Decoding):
-    """From the tensors that store a matrix as one of the operators' formats to the matrix."""
+    """From the tensors that store a matrix as one of the operators' formats to the matrix.
+
+    ``fields`` are those of :class:`PackedWeight` that the tensors are.
+    """
 
     encoding: str
     dtype: torch.dtype
+    fields: tuple[str, ...]
 
-    def __call__(self, values_NB: Tensor, scales_NG: Tensor, zero_points_NG: Any = None) -> Tensor:
-        decode, wide = ENCODINGS[self.encoding].decode, torch.float32
-        return decode(values_NB.view(torch.uint8), scales_NG, zero_points_NG, wide).to(self.dtype)
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        packed = PackedWeight(**dict(zip(self.fields, tensors, strict=True)))
+        return ENCODINGS[self.encoding].decode(*packed, dtype=torch.float32).to(self.dtype)
 
 
 def decoded(
     encoding: str, weight: PackedWeight, shape: tuple[int, ...], dtype: torch.dtype
 ) -> LazyTensor:
     """Returns a matrix ``[N, K]``, or ``[E, N, K]``, that is decoded when it is read."""
-    parts = weight if weight.zero_points is not None else weight[:2]
-    return computed(_Unpacking(encoding, dtype), parts, shape, dtype)
+    tensors = {field: t for field, t in weight._asdict().items() if t is not None}
+    unpacking = _Unpacking(encoding, dtype, tuple(tensors))
+    return computed(unpacking, tuple(tensors.values()), shape, dtype)
 
 
 def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
@@ -64,40 +69,41 @@ def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
     """
     leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]] = []
     try:
-        parts = [_remade(tensor, part, leaves) for part in range(3)]
+        parts = {field: _remade(tensor, field, leaves) for field in PackedWeight._fields}
     except _OtherwiseError:
         return None
-    kinds = {(unpacking.encoding, len(stored)) for unpacking, stored in leaves}
+    kinds = {(unpacking.encoding, unpacking.fields) for unpacking, _ in leaves}
     if len(kinds) != 1:
         return None
-    ((encoding, count),) = kinds
-    values, scales, *zero_points = parts[:count]
+    ((encoding, _),) = kinds
+    packed = PackedWeight(**parts)
+    values, scales = packed.values, packed.scales
     *rows, columns = tensor.shape
     known = ENCODINGS[encoding]
     if list(values.shape) != [*rows, columns // known.per_byte] or scales.ndim != tensor.ndim:
         return None
     if not known.blocks(rows[-1], columns, scales.shape[-2:]):
         return None
-    return encoding, PackedWeight(values, scales, *zero_points)
+    return encoding, packed
 
 
 def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight] | None:
     """Returns the format and the packed tensors of a layer's two weights, for the operators.
 
-    In ``int4``, the scales of larger groups are repeated, so that both weights have groups of one
+    In ``int4`` and ``int8``, the scales of larger groups are repeated, so that both weights have groups of one
     size; which changes no number. None if they are not packed, or not alike.
     """
     first, second = packed_weight(w1), packed_weight(w2)
     if first is None or second is None or first[0] != second[0]:
         return None
     encoding, one, two = first[0], first[1], second[1]
-    if encoding == "int4":
+    known = ENCODINGS[encoding]
+    if known.block is None:
         sizes = [w.shape[-1] // p.scales.shape[-1] for w, p in ((w1, one), (w2, two))]
         has_zero_points = one.zero_points is not None or two.zero_points is not None
         group = math.gcd(*sizes)
         one = _in_groups(one, sizes[0] // group, has_zero_points)
         two = _in_groups(two, sizes[1] // group, has_zero_points)
-    known = ENCODINGS[encoding]
     blocks, others = (
         known.blocks(w.shape[-2], w.shape[-1], p.scales.shape[-2:])
         for w, p in ((w1, one), (w2, two))
@@ -129,12 +135,12 @@ class _OtherwiseError(Exception):
     """A tensor is made otherwise than by moving decoded ones."""
 
 
-def _remade(tensor: Any, part: int, leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]]) -> Any:
-    """Returns what the same moves make of the values (0), the scales (1) or the zero points (2)."""
+def _remade(tensor: Any, part: str, leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]]) -> Any:
+    """Returns what the same moves make of a field of the packed weights."""
     function, args, kwargs, index = origin_of(tensor) or (None, (), {}, None)
     if isinstance(function, _Unpacking):
         leaves.append((function, args))
-        return args[part] if part < len(args) else None
+        return dict(zip(function.fields, args, strict=True)).get(part)
     if function in _SAME:
         return _remade(args[0], part, leaves)
     if function not in _MOVES or index is not None or kwargs:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from custom_ops import reference
+from custom_ops.packed_weights import ENCODINGS
 from dynamo_moe.packed_experts import PackedExperts
-from dynamo_moe.quantization import rounded_int4
+from dynamo_moe.weights.rounding import rounded
 from packed_checkpoints import (
     FAMILIES,
     arguments,
@@ -27,6 +28,7 @@ from packed_checkpoints import (
 )
 
 WIDTH, HIDDEN, COUNT = 64, 32, 4
+INT4 = ENCODINGS["int4"]
 
 
 class Listed(nn.Module):
@@ -78,7 +80,7 @@ def test_codes_are_those_of_compressed_tensors(symmetric: bool, dtype: torch.dty
     weight[3] = -weight[3].abs()
     args = arguments(symmetric=symmetric)
     stored = compressed(weight, args)
-    ours = rounded_int4(weight, 32, zero_points=not symmetric)
+    ours = rounded(weight, INT4, (1, 32), zero_points=not symmetric)
     assert torch.equal(ours.scales, stored["weight_scale"])
     if not symmetric:
         _, zero_points = parameters_of(weight, args)
@@ -95,14 +97,14 @@ def test_codes_are_those_of_compressed_tensors(symmetric: bool, dtype: torch.dty
 
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_a_group_of_zeros_stays_zero(zero_points: bool) -> None:
-    packed = rounded_int4(torch.zeros(2, 64), 32, zero_points=zero_points)
+    packed = rounded(torch.zeros(2, 64), INT4, (1, 32), zero_points=zero_points)
     assert torch.equal(reference.unpacked("int4", *packed), torch.zeros(2, 64).double())
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_no_value_is_further_off_than_half_a_step(zero_points: bool) -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) + 0.5 * zero_points
-    packed = rounded_int4(weight, 16, zero_points=zero_points)
+    packed = rounded(weight, INT4, (1, 16), zero_points=zero_points)
     steps = packed.scales.repeat_interleave(16, dim=-1)
     error = (reference.unpacked("int4", *packed) - weight).abs()
     assert (error <= steps * (1.001 if zero_points else 0.5001)).all()
@@ -158,8 +160,8 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     after = sum(layer.bytes_after for layer in report.layers)
     sizes = [(layer.num_experts or 0, layer.expert_bytes or 0) for layer in summary.moe_layers]
     in_file = sum(experts * size for experts, size in sizes)
-    # A node with biases has zero points before them, one for each expert.
-    filled = sum(2 * experts for experts, _ in sizes)
+    # A node with biases has zero points and global scales before them, one for each expert.
+    filled = sum(2 * experts * (1 + 4) for experts, _ in sizes)
     assert in_file in (after, after + filled)
 
 
@@ -319,7 +321,7 @@ def test_errors_leave_the_model() -> None:
     for options, message in (
         (
             {"weight_format": "int3"},
-            "weight_format must be one of int4 to be rounded to; got 'int3'",
+            "weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got 'int3'",
         ),
         ({"group": 24}, r"0\.w1 has rows of 64 values, which group=24 must divide"),
         ({"group": 64}, r"0\.w2 has rows of 32 values, which group=64 must divide"),

@@ -35,6 +35,12 @@ FORMS |= {
     form: GATED | {"weight_format": form, "biases": form == "fp8"}
     for form in ("fp8", "fp8 rows", "fp8 whole")
 }
+FORMS |= {
+    "nvfp4": GATED | {"weight_format": "nvfp4", "biases": False},
+    "nvfp4 with biases": {"weight_format": "nvfp4"},
+    "int8": GATED | {"weight_format": "int8", "group": 16, "biases": False},
+    "int8 with biases": {"weight_format": "int8", "scales_dtype": torch.float16},
+}
 _OF_QMOE = [
     name for name, form in FORMS.items() if "weight_format" not in form and name != "on input"
 ]

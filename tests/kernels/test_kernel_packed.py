@@ -57,6 +57,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"weight_format": "fp8"},
     "fp8 rows": {"weight_format": "fp8 rows"},
     "fp8 whole": {"weight_format": "fp8 whole", "scales_dtype": torch.float16},
+    "nvfp4": {"weight_format": "nvfp4"},
+    "int8": {"weight_format": "int8", "group": 16, "scales_dtype": torch.bfloat16},
 }
 
 
@@ -77,7 +79,7 @@ def test_formats(path: str, form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8"])
+@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8", "nvfp4", "int8"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,30 +112,32 @@ def test_default_configurations(form: str, tokens: int) -> None:
 
 @triton.jit
 def _decoding_kernel(
-    w_ptr, scales_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, ENCODING: tl.constexpr,
-    SCALE_K: tl.constexpr,
+    w_ptr, scales_ptr, global_scales_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
+    ENCODING: tl.constexpr, SCALE_K: tl.constexpr,
 ):  # fmt: skip
     n, k = tl.arange(0, N)[:, None].to(tl.int64), tl.arange(0, K)[None, :]
-    tile = _decoded(w_ptr, scales_ptr, None, 0, n, 0, n < N, N, K, K, ENCODING, 1, SCALE_K, False)
+    tile = _decoded(
+        w_ptr, scales_ptr, None, global_scales_ptr, 0, n, 0, n < N, N, K, K, ENCODING, 1, SCALE_K,
+        False,
+    )  # fmt: skip
     tl.store(out_ptr + n * K + k, tile)
 
 
 @pytest.mark.parametrize("weight_format", ENCODINGS)
 def test_every_code(weight_format: str) -> None:
-    """Every byte, and with E8M0 every scale, has the bits that PyTorch's decoding gives."""
+    """Every byte, and of E8M0 and E4M3 every scale, has the bits of PyTorch's decoding."""
     encoding = ENCODINGS[weight_format]
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.int8)
     values = codes.repeat(256, 1)
     columns = 256 * encoding.per_byte
-    if weight_format == "mxfp4":
-        scales = codes[:, None].expand(256, columns // 32).contiguous()
-        shared = 32
-    else:
-        scales, shared = torch.linspace(0.1, 3, 256)[:, None].contiguous(), columns
+    scales, shared = torch.linspace(0.1, 3, 256)[:, None].contiguous(), columns
+    if encoding.scale_elements:
+        shared = encoding.block[1]
+        scales = codes[:, None].expand(256, columns // shared).contiguous()
+    factors = torch.linspace(0.1, 3, 256)[:, None] if encoding.has_global_scales else None
     out = torch.empty(256, columns)
-    _decoding_kernel[(1,)](values, scales, out, 256, columns, weight_format, shared)
-    scales = scales if weight_format != "fp8" else scales.expand(256, 1)
-    expected = encoding.decode(values.view(torch.uint8), scales, None, torch.float32)
+    _decoding_kernel[(1,)](values, scales, factors, out, 256, columns, weight_format, shared)
+    expected = encoding.decode(values, scales, None, factors, dtype=torch.float32)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -159,12 +163,15 @@ def test_every_code_of_few_tokens(weight_format: str, dtype: torch.dtype) -> Non
     values = codes.repeat(256, 1)
     columns, per_word = 256 * encoding.per_byte, 4 * encoding.per_byte
     shared, scales = columns, torch.linspace(0.1, 3, 256)[:, None].contiguous()
-    if weight_format == "mxfp4":
-        # As far as 2**64: what is beyond is more than a float32 holds of its sums.
-        shared, exponents = 32, torch.arange(256).where(torch.arange(256) <= 127 + 64, 255)
-        scales = exponents.to(torch.uint8).view(torch.int8)[:, None].expand(256, columns // 32)
-        scales = scales.contiguous()
-    expected = encoding.decode(values.view(torch.uint8), scales, None, torch.float32)
+    if encoding.scale_elements:
+        shared, exponents = encoding.block[1], torch.arange(256)
+        if weight_format == "mxfp4":
+            # As far as 2**64: what is beyond is more than a float32 holds of its sums.
+            exponents = exponents.where(exponents <= 127 + 64, 255)
+        scales = exponents.to(torch.uint8).view(torch.int8)[:, None]
+        scales = scales.expand(256, columns // shared).contiguous()
+    factors = torch.ones(256, 1) if encoding.has_global_scales else None
+    expected = encoding.decode(values, scales, None, factors, dtype=torch.float32)
     for place in range(per_word):
         x = torch.zeros(columns, dtype=dtype)
         x[place::per_word] = 1
@@ -211,11 +218,12 @@ def test_nothing_is_read_beyond_a_row(path: str) -> None:
 
 
 @pytest.mark.parametrize("resident", [1, 3])
-@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8 rows"])
+@pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8 rows", "nvfp4"])
 def test_offloaded_experts(form: str, resident: int) -> None:
     case = packed_case("experts", dtype=torch.bfloat16, gated=True, **FORMATS[form])
     planned = plan_in_waves(case, resident)
-    assert sum(buffer.name.endswith("_scales_slots") for buffer in planned.state) == 2
+    slots = {f"{name}_slots" for name, tensor in case.packed.items() if tensor is not None}
+    assert slots <= {buffer.name for buffer in planned.state}
     state = new_state(planned)
     for _ in range(2):  # The second call finds experts of the first.
         tensors = call_tensors(case)

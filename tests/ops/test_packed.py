@@ -13,7 +13,7 @@ from torch import Tensor
 
 import custom_ops
 from custom_ops import reference
-from custom_ops.packed_weights import ENCODINGS, WHOLE
+from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding
 from custom_ops.weight_formats import packed_format
 from dynamo_moe.tolerances import tolerance_for
 from moe_cases import EXPERT_FORMS, OPS
@@ -37,11 +37,11 @@ def test_every_byte_stands_for_two_codes() -> None:
     for zero in range(16):
         zero_points = torch.full((1, 1), zero, dtype=torch.int8)
         scales = torch.ones(1, 1)
-        decoded = ENCODINGS["int4"].decode(packed, scales, zero_points, torch.float32)
+        decoded = ENCODINGS["int4"].decode(packed, scales, zero_points, dtype=torch.float32)
         assert torch.equal(decoded.double(), expected - zero)
         oracle = reference.unpacked("int4", packed.view(torch.int8), scales, zero_points)
         assert torch.equal(oracle, expected - zero)
-    default = ENCODINGS["int4"].decode(packed, torch.ones(1, 1), None, torch.float32)
+    default = ENCODINGS["int4"].decode(packed, torch.ones(1, 1), dtype=torch.float32)
     assert torch.equal(default.double(), expected - 8)
 
 
@@ -55,7 +55,7 @@ def test_every_byte_of_mxfp4() -> None:
     for scale, power in zip(scales, powers, strict=True):
         scales_NG = power.repeat(1, 16).view(torch.int8)
         expected = torch.from_numpy(values * scale)
-        decoded = ENCODINGS["mxfp4"].decode(packed, scales_NG, None, torch.float32)
+        decoded = ENCODINGS["mxfp4"].decode(packed, scales_NG, dtype=torch.float32)
         assert torch.equal(decoded.nan_to_num(7), expected.float().nan_to_num(7))
         oracle = reference.unpacked("mxfp4", packed.view(torch.int8), scales_NG, None)
         assert torch.equal(oracle.nan_to_num(7), expected.nan_to_num(7))
@@ -83,8 +83,58 @@ def test_every_byte_of_fp8() -> None:
     numbers = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
     packed = torch.from_numpy(numbers).view(1, 256)
-    decoded = ENCODINGS["fp8"].decode(packed, torch.full((1, 2), 0.5), None, torch.float32)
+    decoded = ENCODINGS["fp8"].decode(packed, torch.full((1, 2), 0.5), dtype=torch.float32)
     assert torch.equal(decoded[0].double().nan_to_num(7), (expected / 2).nan_to_num(7))
+
+
+def test_every_byte_of_nvfp4() -> None:
+    """Each pair of numbers with each scale, as ml_dtypes has them, and a global scale for a row."""
+    numbers = np.arange(256, dtype=np.uint8)
+    pairs = np.stack([numbers & 15, numbers >> 4], -1).astype(np.uint8)
+    values = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float32).reshape(1, 512)
+    scales = numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    packed, codes = torch.from_numpy(numbers).repeat(3, 1), torch.from_numpy(numbers)
+    factors = torch.tensor([[1.0], [1 / 3], [1e-6]])
+    for scale, code in zip(scales, codes, strict=True):
+        scales_NG = code.repeat(3, 32).view(torch.int8)
+        wide = torch.from_numpy(values * scale)
+        expected = torch.from_numpy(values) * (torch.tensor(scale) * factors)
+        decoded = ENCODINGS["nvfp4"].decode(packed, scales_NG, None, factors, dtype=torch.float32)
+        assert torch.equal(decoded.nan_to_num(7), expected.nan_to_num(7))
+        oracle = reference.unpacked("nvfp4", packed.view(torch.int8), scales_NG, None, factors)
+        assert torch.equal(oracle.nan_to_num(7), (wide.double() * factors).nan_to_num(7))
+
+
+def test_every_byte_of_int8() -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8).view(1, 256)
+    for scales in (torch.tensor([[0.5]]), torch.tensor([[0.5, 0.25]])):
+        expected = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)
+        decoded = ENCODINGS["int8"].decode(codes, scales, dtype=torch.float32)
+        assert torch.equal(decoded, expected.flatten(-2))
+        assert torch.equal(reference.unpacked("int8", codes, scales), decoded.double())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_format", ["nvfp4", "int8"])
+@both_ops
+def test_nvfp4_and_int8(op: str, weight_format: str, dtype: torch.dtype) -> None:
+    case = packed_case(op, weight_format, dtype=dtype, activation="silu", gated=True)
+    # A product of two scales may be rounded, in float32.
+    close = {} if (weight_format, dtype) == ("nvfp4", torch.float32) else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(case(), case.decoded()(), **close)
+    assert_close(case(), case.oracle(), torch.float32 if dtype == torch.float64 else dtype)
+
+
+def test_global_scales() -> None:
+    case = packed_case("experts", "nvfp4")
+    with pytest.raises(ValueError, match="w1_global_scales must be given in nvfp4"):
+        case.changed(w1_global_scales=None)()
+    with pytest.raises(ValueError, match="w2_global_scales must be None: mxfp4 has none"):
+        packed_case("experts", "mxfp4").changed(w2_global_scales=torch.ones(5, 32, 1))()
+    with pytest.raises(ValueError, match=r"w2_global_scales must be \[E, D, 1\] = \[5, 32, 1\]"):
+        case.changed(w2_global_scales=torch.ones(5, 1, 1))()
+    with pytest.raises(TypeError, match="w1_global_scales must be float32, got bfloat16"):
+        case.changed(w1_global_scales=torch.ones(5, 16, 1).bfloat16())()
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole"])
@@ -210,14 +260,13 @@ def test_compiled(op: str) -> None:
 def test_one_expert_is_decoded_at_a_time(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none that no token has chosen."""
     decoded: list[int] = []
-    encoding = ENCODINGS["int4"]
+    decode = Encoding.decode
 
-    def counted(values: Tensor, *rest: Any) -> Tensor:
+    def counted(encoding: Encoding, values: Tensor, *rest: Any, **options: Any) -> Tensor:
         decoded.append(values.ndim)
-        return encoding.decode(values, *rest)
+        return decode(encoding, values, *rest, **options)
 
-    counting = {"int4": replace(encoding, decode=counted)}
-    monkeypatch.setattr("custom_ops.packed_weights.ENCODINGS", counting)
+    monkeypatch.setattr(Encoding, "decode", counted)
     case = packed_case(op, shape=(1,), experts=64)
     case()
     assert decoded == [2] * 4  # Both weights of two experts.
@@ -227,7 +276,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"weight_format": "int5"},
         ValueError,
-        "weight_format must be one of int4, mxfp4, fp8; got 'int5'",
+        "weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got 'int5'",
     ),
     ({"w1": torch.zeros(5, 16, 16)}, TypeError, "w1 must be int8, got float32"),
     (
@@ -311,7 +360,7 @@ def test_formats() -> None:
     assert int4.expert_bytes(64, 96) == 64 * (48 + 3 * 2 + 3)
     assert not int4.is_plain
     with pytest.raises(
-        ValueError, match="weight_format must be one of int4, mxfp4, fp8; got 'int3'"
+        ValueError, match="weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got 'int3'"
     ):
         packed_format("int3", torch.float32, torch.float32, (1, 32))
     with pytest.raises(TypeError, match=r"scales of int4 must be one of float32, .*; got float64"):

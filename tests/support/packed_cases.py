@@ -86,7 +86,10 @@ class PackedCase:
         dtype = self.plain.arguments["x"].dtype
         weights = {}
         for name in ("w1", "w2"):
-            tensors = [self.packed[name + suffix] for suffix in ("", "_scales", "_zero_points")]
+            tensors = [
+                self.packed[name + suffix]
+                for suffix in ("", "_scales", "_zero_points", "_global_scales")
+            ]
             exact = reference.unpacked(self.weight_format, *tensors)
             weights[name] = exact.to(dtype) if rounded else exact
         return self.plain.changed(**weights)
@@ -144,7 +147,7 @@ def packed_case(
     for each group, or for each expert.
     """
     name, _, form = weight_format.partition(" ")
-    group = group or (32 if name == "mxfp4" else 8)
+    group = group or {"mxfp4": 32, "nvfp4": 16}.get(name, 8)
     if name == "mxfp4":
         hidden = max(hidden, 32)
     case = make_case(op, shape, dtype=dtype, width=width, hidden=hidden, experts=experts, **options)
@@ -158,6 +161,7 @@ def packed_case(
         zeros = torch.randint(0, 16, size, generator=generator).to(torch.int8)
         packed[weight] = values.to(torch.int8)
         packed[f"{weight}_scales"] = scales.to(scales_dtype)
+        global_scales = None
         if name == "mxfp4":
             exponents = scales.log2().round() + 128
             packed[f"{weight}_scales"] = exponents.to(torch.uint8).view(torch.int8)
@@ -167,6 +171,18 @@ def packed_case(
             packed[weight] = numbers.to(torch.float8_e4m3fn).view(torch.int8)
             scales = torch.rand(experts, *size, generator=generator) + 0.5
             packed[f"{weight}_scales"] = (scales / columns**0.5).to(scales_dtype)
+        elif name == "nvfp4":
+            # From the scales, whose greatest is about 448 then, to all of them.
+            factors = torch.rand(experts, rows, 1, generator=generator) + 0.5
+            numbers = (448 * scales / scales.max()).to(torch.float8_e4m3fn)
+            packed[f"{weight}_scales"] = numbers.view(torch.int8)
+            global_scales = factors * scales.max() / 448
+        elif name == "int8":
+            packed[weight] = torch.randint(
+                -128, 128, (experts, rows, columns), generator=generator, dtype=torch.int8
+            )
+            packed[f"{weight}_scales"] = (scales / 16).to(scales_dtype)
         zeros = zeros[:, :1, :1].contiguous() if zero_points == "experts" else zeros
         packed[f"{weight}_zero_points"] = zeros if zero_points else None
+        packed[f"{weight}_global_scales"] = global_scales
     return PackedCase(case, name, packed)

@@ -11,8 +11,8 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions, Flag, Option, Options, RouterOptions
-from custom_ops.packed_weights import WHOLE
-from custom_ops.weight_formats import ZERO_POINTS
+from custom_ops.packed_weights import WHOLE, encoding_of
+from custom_ops.weight_formats import GLOBAL_SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.nodes import (
     DROPLESS,
     DROPLESS_GRAD,
@@ -57,12 +57,17 @@ class BodyConfig:
         optional = [name for name in names if name in OPTIONAL_INPUTS]
         for before, name in itertools.pairwise(optional):
             if self._has(name) and not self._has(before):
-                fill = "eights" if before.endswith(ZERO_POINTS) else "zeros"
+                fill = {ZERO_POINTS: "eights", GLOBAL_SCALES: "ones"}.get(before[2:], "zeros")
                 raise ValueError(f"{name} needs {before} before it: pass {fill} for {before}")
 
     def _has(self, name: str) -> bool:
         if name.endswith(ZERO_POINTS):
             return self.shape.weight_format.zero_points_block is not None
+        if name.endswith(GLOBAL_SCALES):
+            # Others have some only so that biases may come behind them.
+            return encoding_of(self.shape.weight_format.encoding).has_global_scales or any(
+                self._has(other) for other in ("router_bias", "b1", "b2", "selection_bias")
+            )
         has: bool = getattr(self, f"has_{name}")
         return has
 

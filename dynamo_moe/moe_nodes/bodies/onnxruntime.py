@@ -29,6 +29,8 @@ _SWISH = {"silu": 1.0, "quick_gelu": 1.702}
 # exp(floor) is 0 in float32; the floor is finite so that a token without experts is not NaN.
 _FLOOR = -1e30
 _LEAST_GROUP = 16
+# Bits of an element, of the formats that QMoE of ONNX Runtime 1.31 runs on a CPU.
+_QMOE_BITS = {"int4": 4, "int8": 8}
 
 
 def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
@@ -96,7 +98,8 @@ def _moe(
             alpha = _SWISH[config.options.activation]
             attributes |= {"activation_alpha": alpha, "activation_beta": 0.0}
     if not is_plain:
-        attributes |= {"expert_weight_bits": 4, "quant_type": "int"}
+        bits = _QMOE_BITS[config.shape.weight_format.encoding]
+        attributes |= {"expert_weight_bits": bits, "quant_type": "int"}
         references.append(ir.RefAttr("block_size", "block_size", ir.AttributeType.INT))
     operator = ONNXRUNTIME_MOE if is_plain else ONNXRUNTIME_QMOE
     node = ir.Node(
@@ -126,8 +129,10 @@ def _plain(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[
 def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[ir.Value | None]:
     """The parameters of ``QMoE``, whose bytes are unsigned, and whose zero points are packed."""
 
+    is_signed = config.shape.weight_format.encoding == "int8"
+
     def parameter(name: str) -> ir.Value | None:
-        if name not in inputs:
+        if name not in inputs or (is_signed and name.endswith(ZERO_POINTS)):
             return None
         if name.endswith(SCALES):
             value = op.Cast(inputs[name], to=config.compute_dtype, out=f"{name}_wide")
@@ -135,6 +140,9 @@ def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list
             value = op.cast(inputs[name], config.bias_dtype, config.compute_dtype, out=f"{name}_w")
         else:
             value = op.Cast(inputs[name], to=ir.DataType.UINT8, out=f"{name}_bytes")
+            if is_signed:
+                sign = op.constant("sign", 128, ir.DataType.UINT8)
+                value = op.BitwiseXor(value, sign, out=f"{name}_from_0")
         if name.endswith(ZERO_POINTS):
             shape = op.Shape(inputs[name.replace(ZERO_POINTS, SCALES)], out=f"{name}_shape")
             value = _pairs(op, op.Expand(value, shape, out=f"{name}_of_groups"))
@@ -177,7 +185,7 @@ def _check(config: BodyConfig) -> None:
         raise ValueError(
             "com.microsoft::MoE cannot weight the experts' inputs: use target 'plugin' or 'dense'"
         )
-    if not config.shape.weight_format.is_plain and config.shape.weight_format.name != "int4":
+    if config.shape.weight_format.encoding not in ("plain", *_QMOE_BITS):
         raise ValueError(
             f"com.microsoft::QMoE of ONNX Runtime 1.31 does not run {config.shape.weight_format} "
             "on a CPU: use target 'plugin'"

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 
-from custom_ops.packed_weights import E2M1, E8M0, WHOLE
+from custom_ops.packed_weights import E2M1, E8M0, ENCODINGS, WHOLE
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 _BIASES = ("b1", "b2")
-# The numbers of the bytes of E4M3.
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+# The numbers of all bytes.
+_TABLES = {
+    "e8m0": np.array(E8M0),
+    "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy(),
+}
 
 
 def stored(config: BodyConfig, name: str) -> dict[str, ir.DataType]:
@@ -79,25 +83,40 @@ def _int4(
     return _scaled(op, config, centred, wide, values, name, out)
 
 
-def _mxfp4(
+def _float4(
     op: Ops, config: BodyConfig, tensors: Sequence[ir.Value], name: str, out: str
 ) -> ir.Value:
-    """Both numbers of a byte, and the power of two of a scale's, from tables."""
+    """Both numbers of a byte, and the number of a scale's, from tables."""
     compute = config.compute_dtype
-    # Zero points are there only so that biases may come behind them.
+    encoding = ENCODINGS[config.shape.weight_format.encoding]
+    # Zero points are there only so that others may come behind them.
     values, scales, *_ = tensors
     numbers = op.constant("e2m1_pairs", [(E2M1[b & 15], E2M1[b >> 4]) for b in range(256)], compute)
-    powers = op.constant("e8m0", E8M0, compute)
+    table = op.constant(encoding.scale_elements, _TABLES[encoding.scale_elements], compute)
     pairs = op.Gather(numbers, _indices(op, values, name), out=f"{name}_pairs")
-    wide = op.Gather(powers, _indices(op, scales, f"{name}_scales"), out=f"{name}_powers")
+    wide = op.Gather(table, _indices(op, scales, f"{name}_scales"), out=f"{name}_scales_wide")
+    if encoding.has_global_scales:
+        factors = op.Cast(tensors[-1], to=compute, out=f"{name}_factors")
+        wide = op.Mul(wide, factors, out=f"{name}_scales_all")
     return _scaled(op, config, _grouped(op, pairs, scales, name), wide, values, name, out)
+
+
+def _int8(
+    op: Ops, config: BodyConfig, tensors: Sequence[ir.Value], name: str, out: str
+) -> ir.Value:
+    """Integers times the scale of their group."""
+    compute = config.compute_dtype
+    values, scales, *_ = tensors
+    wide = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
+    codes = op.Cast(_grouped(op, values, scales, name), to=compute, out=f"{name}_codes")
+    return _scaled(op, config, codes, wide, values, name, out)
 
 
 def _fp8(op: Ops, config: BodyConfig, tensors: Sequence[ir.Value], name: str, out: str) -> ir.Value:
     """Numbers from a table, times the scale of their block, row or matrix."""
     compute = config.compute_dtype
     values, scales, *_ = tensors
-    numbers = op.constant("e4m3", _E4M3, compute)
+    numbers = op.constant("e4m3", _TABLES["e4m3"], compute)
     matrix = op.Gather(numbers, _indices(op, values, name), out=f"{name}_numbers")
     scales = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
     if WHOLE not in config.shape.weight_format.block:
@@ -124,7 +143,7 @@ def _indices(op: Ops, values: ir.Value, name: str) -> ir.Value:
 
 
 def _grouped(op: Ops, pairs: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-    """The values ``[..., N, K / 2, 2]`` as ``[..., N, K / G, G]``."""
+    """The values, of which the last axes have N times K, as ``[..., N, K / G, G]``."""
     sizes = op.Shape(scales, out=f"{name}_NG")
     groups = op.Concat(sizes, op.size("block_size"), axis=0, out=f"{name}_NGC")
     return op.Reshape(pairs, groups, allowzero=1, out=f"{name}_q")
@@ -143,7 +162,10 @@ def _scaled(
     compute = config.compute_dtype
     scales = op.Unsqueeze(scales, [-1], out=f"{name}_scales_1")
     groups = op.Mul(numbers, scales, out=f"{name}_groups")
-    columns_1 = op.Mul(op.Shape(values, start=-1, out=f"{name}_B"), 2, out=f"{name}_K")
+    columns_1 = op.Shape(values, start=-1, out=f"{name}_B")
+    per_byte = ENCODINGS[config.shape.weight_format.encoding].per_byte
+    if per_byte > 1:
+        columns_1 = op.Mul(columns_1, per_byte, out=f"{name}_K")
     rows = op.Concat(op.Shape(values, end=-1, out=f"{name}_N"), columns_1, axis=0, out=f"{name}_NK")
     matrix = op.Reshape(groups, rows, allowzero=1, out=f"{name}_matrix")
     matrix = op.cast(matrix, compute, config.operand_dtype, out=f"{name}_rounded")
@@ -153,6 +175,8 @@ def _scaled(
 _LOADERS: dict[str, Callable[[Ops, BodyConfig, Sequence[ir.Value], str, str], ir.Value]] = {
     "plain": _plain,
     "int4": _int4,
-    "mxfp4": _mxfp4,
+    "mxfp4": _float4,
     "fp8": _fp8,
+    "nvfp4": _float4,
+    "int8": _int8,
 }
