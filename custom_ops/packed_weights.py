@@ -7,7 +7,7 @@ of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,7 +137,7 @@ def _codes(values_NB: Tensor) -> Tensor:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0 = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan)
 
-#: What a code of packed values may be, and its bits: an integer from 0 on or with a sign, or a float.
+#: What a code of packed values may be, and its bits: an integer without or with a sign, or a float.
 ELEMENTS = {"uint4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
 
 #: More rows or columns than a matrix has.
@@ -183,6 +183,19 @@ class PackedWeight(NamedTuple):
     zero_points: Tensor | None = None
     global_scales: Tensor | None = None
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """Returns what a function makes of each tensor that there is."""
+        values, scales, *others = self
+        changed = (None if tensor is None else function(tensor) for tensor in others)
+        return PackedWeight(function(values), function(scales), *changed)
+
+    @classmethod
+    def stacked(cls, matrices: Sequence[PackedWeight]) -> PackedWeight:
+        """Returns the weight of experts whose matrices are packed alike."""
+        values, scales, *others = (list(tensors) for tensors in zip(*matrices, strict=True))
+        stacks = (None if tensors[0] is None else torch.stack(tensors) for tensors in others)
+        return cls(torch.stack(values), torch.stack(scales), *stacks)
+
 
 @dataclass(frozen=True)
 class PackedMatrices:
@@ -210,6 +223,6 @@ class PackedMatrices:
 
     def __getitem__(self, expert: int) -> Tensor:
         """Returns a matrix ``[N, K]``, decoded in float32 or wider and rounded once."""
-        tensors = (None if tensor is None else tensor[expert] for tensor in self.packed)
         wide = torch.promote_types(self.dtype, torch.float32)
-        return self.encoding.decode(*tensors, dtype=wide).to(self.dtype)
+        packed = self.packed.each(lambda tensor: tensor[expert])
+        return self.encoding.decode(*packed, dtype=wide).to(self.dtype)

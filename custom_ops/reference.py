@@ -124,12 +124,11 @@ def unpacked(
         magnitudes < 2, magnitudes / 2, (1 + magnitudes % 2 / 2) * 2.0 ** (magnitudes // 2 - 1)
     )
     numbers = torch.where(codes < 8, numbers, -numbers)
-    if weight_format == "mxfp4":
+    if global_scales is not None:
+        powers = scales.view(torch.float8_e4m3fn).double() * global_scales.double()
+    else:
         exponents = (scales.long() % 256).double()
         powers = torch.where(exponents == 255, torch.nan, 2.0 ** (exponents - 127))
-    else:
-        assert global_scales is not None
-        powers = scales.view(torch.float8_e4m3fn).double() * global_scales.double()
     return numbers * _along_rows(powers, columns)
 
 

@@ -97,6 +97,11 @@ class WeightFormat:
         blocks = (self._block_of(tensor) for tensor in self.stored if tensor.suffix == ZERO_POINTS)
         return next(blocks, None)
 
+    @property
+    def has_global_scales(self) -> bool:
+        """Whether each row has a scale by which its scales are multiplied."""
+        return any(tensor.suffix == GLOBAL_SCALES for tensor in self.stored)
+
     def canonical(self) -> WeightFormat:
         """Returns the format without zero points that have no effect.
 

@@ -225,14 +225,9 @@ def _packed(
             matrix = matrix.read()
         given = None if scales is None else scales(path, expert, matrix)
         if given is not None:
-            _check_scales(path, expert, given, blocks_of(*matrix.shape, block))
+            _check_scales(path, expert, given, blocks_of(matrix.shape[0], matrix.shape[1], block))
         experts.append(rounded(matrix, encoding, block, zero_points=zero_points, scales=given))
-    return PackedWeight(
-        *(
-            None if tensors[0] is None else torch.stack(tensors)
-            for tensors in zip(*experts, strict=True)
-        )
-    )
+    return PackedWeight.stacked(experts)
 
 
 def _check_scales(path: str, expert: int, scales: Tensor, wanted: tuple[int, int]) -> None:

@@ -38,9 +38,9 @@ def layers(case: Case) -> Iterator[tuple[str, Any]]:
     import torch
     from torch import Tensor, nn
 
-    from custom_ops.packed_weights import PackedWeight, blocks_of
+    from custom_ops.packed_weights import ENCODINGS, Encoding, PackedWeight
     from dynamo_moe.packed_experts import PackedExperts
-    from dynamo_moe.quantization import rounded_int4
+    from dynamo_moe.weights.rounding import rounded
 
     form: dict[str, Any] = {"activation": case.activation, "gated": case.gated}
     parameters = case.parameters()
@@ -68,23 +68,13 @@ def layers(case: Case) -> Iterator[tuple[str, Any]]:
         def forward(self, x: Tensor) -> Tensor:
             return self.packed_experts.dropless(x, self.router_weight, top_k=case.top_k, **form)
 
-    def int4(weight: Tensor) -> PackedWeight:
-        experts = [rounded_int4(matrix, GROUP) for matrix in weight]
-        return PackedWeight(*(torch.stack(parts) for parts in list(zip(*experts, strict=True))[:2]))
-
-    def mxfp4(weight: Tensor) -> PackedWeight:
-        packed = int4(weight)  # Any codes: it is their time that is measured.
-        exponents = packed.scales.log2().round() + 127
-        return PackedWeight(packed.values, exponents.to(torch.uint8).view(torch.int8))
-
-    def fp8(weight: Tensor) -> PackedWeight:
-        experts, rows, columns = weight.shape
-        values = weight.to(torch.float8_e4m3fn).view(torch.int8)
-        return PackedWeight(values, torch.ones(experts, *blocks_of(rows, columns, (128, 128))))
+    def packed(weight: Tensor, encoding: Encoding) -> PackedWeight:
+        block = encoding.block or (1, GROUP)
+        return PackedWeight.stacked([rounded(matrix, encoding, block) for matrix in weight])
 
     yield "float32", Plain()
-    for pack in (int4, mxfp4, fp8):
-        yield pack.__name__, Packed(pack.__name__, pack(parameters["w1"]), pack(parameters["w2"]))
+    for name, encoding in ENCODINGS.items():
+        yield name, Packed(name, *(packed(parameters[w], encoding) for w in ("w1", "w2")))
 
 
 def export(case: Case, folder: Path) -> dict[str, Path]:

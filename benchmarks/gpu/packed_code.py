@@ -22,6 +22,7 @@ from benchmarks.gpu.layers import SHAPES
 from custom_ops.kernels.architectures import Architecture, architecture
 from custom_ops.kernels.layer import power_of_2
 from custom_ops.kernels.plan import plan
+from custom_ops.packed_weights import WHOLE
 from custom_ops.weight_formats import WeightFormat, packed_format, plain_format
 from trt_plugin.compiling import compile_plans
 
@@ -36,6 +37,8 @@ FORMATS: dict[str, WeightFormat] = {
     ),
     "mxfp4": packed_format("mxfp4", torch.bfloat16, torch.int8, (1, 32)),
     "fp8, blocks of 128": packed_format("fp8", torch.bfloat16, torch.float32, (128, 128)),
+    "nvfp4": packed_format("nvfp4", torch.bfloat16, torch.int8, (1, 16)),
+    "int8, rows": packed_format("int8", torch.bfloat16, torch.bfloat16, (1, WHOLE)),
 }
 # Of an H100 SXM, as its architecture's whitepaper has them: multiprocessors, threads whose
 # instruction one issues in a clock, clocks a second, bytes of memory a second.

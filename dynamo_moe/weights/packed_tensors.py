@@ -90,8 +90,8 @@ def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
 def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight] | None:
     """Returns the format and the packed tensors of a layer's two weights, for the operators.
 
-    In ``int4`` and ``int8``, the scales of larger groups are repeated, so that both weights have groups of one
-    size; which changes no number. None if they are not packed, or not alike.
+    In ``int4`` and ``int8``, the scales of larger groups are repeated, so that both weights have
+    groups of one size; which changes no number. None if they are not packed, or not alike.
     """
     first, second = packed_weight(w1), packed_weight(w2)
     if first is None or second is None or first[0] != second[0]:

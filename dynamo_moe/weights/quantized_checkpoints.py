@@ -9,7 +9,6 @@ Legend: E experts, N rows (out), K columns (in) of a matrix, G groups of columns
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
-from dynamo_moe.weights.packed_tensors import Decoding, decoded
+from dynamo_moe.weights.packed_tensors import decoded
+from dynamo_moe.weights.word_checkpoints import awq, check_option, codes_of, gptq, signed
 
 
 def with_decoded(
@@ -47,216 +47,252 @@ def with_decoded(
 def _compressed_tensors(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """``pack-quantized`` with 4 bits, of https://github.com/vllm-project/compressed-tensors."""
-    if config.get("format") not in ("pack-quantized", "float-quantized"):
-        raise ValueError(f"compressed-tensors format {config.get('format')!r} is not taken")
+    """Those of https://github.com/vllm-project/compressed-tensors that :data:`_FORMATS` has."""
+    form = config.get("format")
+    if form not in _FORMATS:
+        names = ", ".join(_FORMATS)
+        raise ValueError(f"compressed-tensors format {form!r} is not taken; {names} are")
     if config.get("transform_config"):
         raise ValueError("compressed-tensors' transform_config, of rotations, is not taken")
-    is_float = config["format"] == "float-quantized"
-    wanted = (8, "float") if is_float else (4, "int")
+    reader, taken = _FORMATS[form]
+    sizes = set()
     for name, scheme in (config.get("config_groups") or {}).items():
         weights = scheme.get("weights") or {}
-        stored = weights.get("num_bits", wanted[0]), weights.get("type", wanted[1])
-        if stored != wanted:
+        stored = weights.get("num_bits", taken[0][0]), weights.get("type", taken[0][1])
+        if stored not in taken:
             raise ValueError(f"weights of {stored[0]} bits of {stored[1]!r} ({name}) are not taken")
-    if is_float:
-        return _with_scales(tensors, "weight_scale", dtype)
-    result: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix, _, kind = name.rpartition(".")
-        if kind not in _PACKED_NAMES:
-            result[name] = tensor
-        elif f"{prefix}.weight_packed" not in tensors:
-            raise ValueError(f"{name} has no {prefix}.weight_packed")
-        elif kind == "weight_packed":
-            result[f"{prefix}.weight"] = _int4_of_words(prefix, tensors, dtype)
-    return result
+        sizes.add(stored[0])
+    if len(sizes) > 1:
+        raise ValueError(f"weights of {' and '.join(map(str, sorted(sizes)))} bits are not taken")
+    return reader(tensors, dtype, *(sizes or {taken[0][0]}))
 
 
-_PACKED_NAMES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+def _pack_quantized(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, bits: int
+) -> dict[str, Tensor]:
+    """Words of codes that are ``2 ** (bits - 1)`` more than an integer with a sign."""
 
-
-def _int4_of_words(
-    prefix: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> LazyTensor:
-    """Returns the weight of words of eight codes; the codes are those of ``int4``."""
-    if f"{prefix}.weight_g_idx" in tensors:
-        raise ValueError(f"{prefix}.weight_g_idx: groups in another order are not taken")
-    words = tensors[f"{prefix}.weight_packed"]
-    scales = tensors.get(f"{prefix}.weight_scale")
-    if scales is None:
-        raise ValueError(f"{prefix}.weight_packed has no {prefix}.weight_scale")
-    rows, columns = words.shape[0], words.shape[1] * 8
-    groups = scales.shape[1] if scales.ndim == 2 else 0
-    if words.dtype != torch.int32 or scales.shape[0] != rows or not groups or columns % groups:
-        raise ValueError(
-            f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
-            f"{list(scales.shape)} is not packed in 4 bits"
-        )
-    zero_points = tensors.get(f"{prefix}.weight_zero_point")
-    if zero_points is not None:
-        if zero_points.dtype != torch.int32 or list(zero_points.shape) != [-(-rows // 8), groups]:
+    def weight(
+        prefix: str,
+        words: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        order: Tensor | None,
+        _: Tensor | None,
+    ) -> LazyTensor:
+        if order is not None:
+            raise ValueError(f"{prefix}.weight_g_idx: groups in another order are not taken")
+        per_word = 32 // bits
+        rows, columns = words.shape[0], words.shape[1] * per_word
+        groups = scales.shape[1] if scales.ndim == 2 else 0
+        if words.dtype != torch.int32 or scales.shape[0] != rows or not groups or columns % groups:
             raise ValueError(
-                f"{prefix}.weight_zero_point, {list(zero_points.shape)} of {zero_points.dtype}, "
-                f"must be [{-(-rows // 8)}, {groups}] of torch.int32"
+                f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
+                f"{list(scales.shape)} is not packed in {bits} bits"
             )
-        codes = partial(_codes_by_column, rows=rows)
-        zero_points = computed(codes, (zero_points,), (rows, groups), torch.int8)
-    weight = PackedWeight(words.view(torch.int8), scales, zero_points)
-    return decoded("int4", weight, (rows, columns), dtype or scales.dtype)
+        if bits == 8:
+            if zero_points is not None:
+                raise ValueError(f"{prefix}.weight_zero_point: int8 has no zero points")
+            values = computed(signed, (words.view(torch.int8),), (rows, columns), torch.int8)
+            return _decoded("int8", PackedWeight(values, scales), dtype)
+        if zero_points is not None:
+            wanted = [-(-rows // per_word), groups]
+            if zero_points.dtype != torch.int32 or list(zero_points.shape) != wanted:
+                raise ValueError(
+                    f"{prefix}.weight_zero_point, {list(zero_points.shape)} of "
+                    f"{zero_points.dtype}, must be {wanted} of torch.int32"
+                )
+            codes = partial(_codes_by_column, rows=rows)
+            zero_points = computed(codes, (zero_points,), (rows, groups), torch.int8)
+        return _decoded("int4", PackedWeight(words.view(torch.int8), scales, zero_points), dtype)
+
+    others = ("weight_zero_point", "weight_g_idx", "weight_shape")
+    return _read(tensors, "weight_packed", ("weight_scale",), others, weight)
 
 
 def _codes_by_column(words_RG: Tensor, rows: int) -> Tensor:
     """Returns the codes ``[N, G]`` of words ``[N / 8, G]``, eight of which lie in a column."""
-    return _codes_of(words_RG).movedim(-1, 1).flatten(0, 1)[:rows].to(torch.int8)
+    return codes_of(words_RG).movedim(-1, 1).flatten(0, 1)[:rows].to(torch.int8)
 
 
-def _gptq(
+def _with_scales(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, bits: int = 8
+) -> dict[str, Tensor]:
+    """``weight``, of E4M3 numbers or of integers, and ``weight_scale``."""
+
+    def weight(prefix: str, values: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        if zeros is not None:
+            raise ValueError(f"{prefix}.weight_zero_point: weights of 8 bits have no zero points")
+        return _eight_bits(prefix, values, scales, dtype)
+
+    return _read(tensors, "weight", ("weight_scale",), ("weight_zero_point",), weight)
+
+
+def _eight_bits(
+    prefix: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None
+) -> LazyTensor:
+    name = f"{prefix}.weight"
+    if values.ndim != 2 or values.dtype not in _EIGHT_BITS:
+        raise ValueError(
+            f"{name}, {list(values.shape)} of {values.dtype}, has scales; it must be a matrix of "
+            "float8_e4m3fn or int8 to be read"
+        )
+    encoding, (rows, columns) = ENCODINGS[_EIGHT_BITS[values.dtype]], values.shape
+    if scales.numel() == 1:  # As rows', since gate and up may have two.
+        scales = scales.reshape(1, 1).expand(rows, 1)
+    if not encoding.blocks(rows, columns, scales.shape):
+        raise ValueError(
+            f"{name}, {list(values.shape)}, has scales {list(scales.shape)}; they must be "
+            f"{encoding.scales_of(rows, columns)}"
+        )
+    packed = PackedWeight(values.view(torch.int8), scales)
+    return _decoded(encoding.name, packed, dtype or torch.bfloat16)
+
+
+_EIGHT_BITS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+
+
+def _nvfp4(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, bits: int = 4
+) -> dict[str, Tensor]:
+    """compressed-tensors', whose global scale divides."""
+
+    def weight(prefix: str, values: Tensor, scales: Tensor, divisor: Tensor) -> LazyTensor:
+        factor = computed(torch.reciprocal, (divisor.float(),), tuple(divisor.shape), torch.float32)
+        return _two_scales(f"{prefix}.weight_packed", values, scales, factor, dtype)
+
+    needed = ("weight_scale", "weight_global_scale")
+    return _read(tensors, "weight_packed", needed, (), weight)
+
+
+def _two_scales(
+    name: str, values: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype | None
+) -> LazyTensor:
+    """Returns the weight of E2M1 numbers with E4M3 scales, and one for all of them."""
+    rows = values.shape[0]
+    fits = values.ndim == 2 and (values.dtype, scales.dtype) == (torch.uint8, torch.float8_e4m3fn)
+    if not fits or list(scales.shape) != [rows, values.shape[1] // 8] or factor.numel() != 1:
+        raise ValueError(
+            f"{name}, {list(values.shape)} of {values.dtype}, with scales {list(scales.shape)} of "
+            f"{scales.dtype} and {list(factor.shape)} is not nvfp4"
+        )
+    factors = factor.float().reshape(1, 1).expand(rows, 1)
+    packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8), None, factors)
+    return _decoded("nvfp4", packed, dtype or torch.bfloat16)
+
+
+def _mxfp4_packed(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, bits: int = 4
+) -> dict[str, Tensor]:
+    """compressed-tensors': matrices of E2M1 numbers with E8M0 scales."""
+
+    def weight(prefix: str, values: Tensor, scales: Tensor) -> LazyTensor:
+        rows = values.shape[0]
+        fits = values.ndim == 2 and (values.dtype, scales.dtype) == (torch.uint8, torch.uint8)
+        if not fits or list(scales.shape) != [rows, values.shape[1] // 16]:
+            raise ValueError(
+                f"{prefix}.weight_packed, {list(values.shape)} of {values.dtype}, with scales "
+                f"{list(scales.shape)} of {scales.dtype} is not mxfp4"
+            )
+        packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8))
+        return _decoded("mxfp4", packed, dtype or torch.bfloat16)
+
+    return _read(tensors, "weight_packed", ("weight_scale",), (), weight)
+
+
+# A format's reader, and the bits and types of weights that it takes.
+_FORMATS: dict[str, tuple[Callable[..., dict[str, Tensor]], list[tuple[int, str]]]] = {
+    "pack-quantized": (_pack_quantized, [(4, "int"), (8, "int")]),
+    "float-quantized": (_with_scales, [(8, "float")]),
+    "int-quantized": (_with_scales, [(8, "int")]),
+    "naive-quantized": (_with_scales, [(8, "float"), (8, "int")]),
+    "nvfp4-pack-quantized": (_nvfp4, [(4, "float")]),
+    "mxfp4-pack-quantized": (_mxfp4_packed, [(4, "float")]),
+}
+
+
+def _modelopt(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """GPTQ's and GPTQModel's: ``qweight`` ``[K / 8, N]``, zero points less one but in its v2."""
-    _check_option(config, "bits", (4,))
-    one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    """NVIDIA's Model Optimizer's, of NVFP4 or of FP8 with a scale for each tensor."""
+    algorithm = config.get("quant_algo")
+    if algorithm == "FP8":
+        return _with_scales(tensors, dtype)
+    if algorithm not in ("NVFP4", "NVFP4_AWQ"):
+        raise ValueError(f"ModelOpt's quant_algo {algorithm!r} is not taken; NVFP4 and FP8 are")
+    scaled = [name for name in tensors if name.endswith(".pre_quant_scale")]
+    if scaled:
+        raise ValueError(f"{scaled[0]}: scales of a layer's inputs are not taken")
 
-    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
-        rows, columns, groups = qweight.shape[1], qweight.shape[0] * 8, scales.shape[0]
-        codes = partial(_codes_by_row, name=prefix, order=_IN_ORDER, added=one)
-        zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
-        order = tensors.get(f"{prefix}.g_idx")
-        if config.get("desc_act"):
-            if order is None:
-                raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
-            to = dtype or scales.dtype
-            parts = (qweight, zero_points, scales, order)
-            return computed(_Regrouping(to), parts, (rows, columns), to)
-        words = (qweight,) if order is None else (qweight, order)
-        pack = partial(_packed_by_column, name=prefix, groups=groups)
-        values = computed(pack, words, (rows, columns // 2), torch.int8)
-        packed = PackedWeight(values, scales.t(), zero_points)
-        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
+    def weight(prefix: str, values: Tensor, scales: Tensor, factor: Tensor) -> LazyTensor:
+        return _two_scales(f"{prefix}.weight", values, scales, factor, dtype)
 
-    return _by_words(tensors, weight, config, depth=8)
+    return _read(tensors, "weight", ("weight_scale", "weight_scale_2"), (), weight)
 
 
-def _awq(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """AutoAWQ's ``gemm``: ``qweight`` ``[K, N / 8]``, whose words have an order of their own."""
-    _check_option(config, "bits", (4,))
-    _check_option(config, "version", ("gemm", None))
-
-    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
-        rows, columns, groups = scales.shape[1], qweight.shape[0], scales.shape[0]
-        codes = partial(_codes_by_row, name=prefix, order=_AWQ_ORDER)
-        zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
-        values = computed(_packed_by_row, (qweight,), (rows, columns // 2), torch.int8)
-        packed = PackedWeight(values, scales.t(), zero_points)
-        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
-
-    return _by_words(tensors, weight, config, depth=1)
-
-
-def _by_words(
+def _read(
     tensors: Mapping[str, Tensor],
-    weight: Callable[[str, Tensor, Tensor, Tensor], LazyTensor],
-    config: Mapping[str, Any],
-    depth: int,
+    first: str,
+    needed: tuple[str, ...],
+    others: tuple[str, ...],
+    weight: Callable[..., Tensor],
 ) -> dict[str, Tensor]:
-    """Returns tensors in which weights take the place of ``qweight``, ``qzeros`` and ``scales``.
+    """Returns tensors in which weights take the place of what stores them.
+
+    Scales of activations, which stay in their dtype, are left out.
 
     Args:
         tensors: The checkpoint's.
-        weight: From a weight's path and these to the weight.
-        config: The ``quantization_config``.
-        depth: Columns of the matrix (in) that a word of ``qweight`` has codes of; its other codes
-            are of other rows.
+        first: What the tensor of a weight's values is called, behind the weight's path.
+        needed: What the tensors beside it are called. Where it is ``weight``, those of layers that
+            are not quantised have none of them.
+        others: What there may be beside.
+        weight: From a weight's path and these tensors, or None, to the weight.
+
+    Raises:
+        ValueError: If a tensor is missing, or ``weight`` says that they do not fit.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
-        if f"{prefix}.qweight" not in tensors:
-            if kind in ("qzeros", "g_idx"):
-                raise ValueError(f"{name} has no {prefix}.qweight")
-            result[name] = tensor
-        elif kind == "qweight":
-            for part in ("qzeros", "scales"):
-                if f"{prefix}.{part}" not in tensors:
-                    raise ValueError(f"{name} has no {prefix}.{part}")
-            qzeros, scales = tensors[f"{prefix}.qzeros"], tensors[f"{prefix}.scales"]
-            groups, rows = scales.shape
-            columns = tensor.shape[0] * depth
-            size = config.get("group_size", -1)
-            grouped = groups * size == columns if size > 0 else groups == 1
-            fits = tensor.shape[1] * 8 == rows * depth and grouped
-            if not fits or tuple(qzeros.shape) != (groups, rows // 8):
-                raise ValueError(
-                    f"{name}, {list(tensor.shape)}, with scales {list(scales.shape)} and zero "
-                    f"points {list(qzeros.shape)} is not packed in 4 bits with groups of {size}"
-                )
-            result[f"{prefix}.weight"] = weight(prefix, tensor, qzeros, scales)
-        elif kind not in ("qzeros", "scales", "g_idx"):
+        if kind in (*needed, *others):
+            if f"{prefix}.{first}" not in tensors:
+                raise ValueError(f"{name} has no {prefix}.{first}")
+        elif kind in _OF_ACTIVATIONS:
+            continue
+        elif kind == first:
+            beside = [tensors.get(f"{prefix}.{part}") for part in needed]
+            missing = [part for part, found in zip(needed, beside, strict=True) if found is None]
+            if not missing:
+                beside += [tensors.get(f"{prefix}.{part}") for part in others]
+                result[f"{prefix}.weight"] = weight(prefix, tensor, *beside)
+            elif first == "weight" and tensor.dtype not in _PACKED_DTYPES:
+                result[name] = tensor
+            else:
+                names = " and no ".join(f"{prefix}.{part}" for part in missing)
+                raise ValueError(f"{name} has no {names}")
+        elif tensor.dtype in _FLOAT8:
+            raise ValueError(
+                f"{name}, {list(tensor.shape)}, is in float8; a weight must be a matrix to be read"
+            )
+        else:
             result[name] = tensor
     return result
 
 
-def _check_option(config: Mapping[str, Any], name: str, taken: tuple[Any, ...]) -> None:
-    value = config.get(name)
-    if value not in taken:
-        raise ValueError(f"{config['quant_method']} with {name}={value!r} is not taken")
+_OF_ACTIVATIONS = (
+    *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
+    *("q_scale", "k_scale", "v_scale"),
+)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PACKED_DTYPES = (*_FLOAT8, torch.int8, torch.uint8)
 
 
-# Which column of eight each 4 bits of a word hold, from the lowest on.
-_IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def _codes_of(words: Tensor, order: tuple[int, ...] = _IN_ORDER) -> Tensor:
-    """Returns the codes ``[..., 8]`` of words of eight."""
-    shifts_8 = torch.arange(0, 32, 4, dtype=torch.int32)
-    codes_8 = (words.unsqueeze(-1) >> shifts_8) & 15
-    return codes_8[..., torch.tensor(order).argsort()].to(torch.uint8)
-
-
-def _codes_by_row(words_GR: Tensor, name: str, order: tuple[int, ...], added: int = 0) -> Tensor:
-    """Returns the codes ``[N, G]`` of words ``[G, N / 8]``."""
-    codes_NG = _codes_of(words_GR, order).flatten(1).t() + added
-    if bool((codes_NG > 15).any()):
-        raise ValueError(f"{name}.qzeros has a zero point of 16, which is no code of 4 bits")
-    return codes_NG.to(torch.int8).contiguous()
-
-
-def _packed_by_column(
-    words_RN: Tensor, group_K: Tensor | None = None, *, name: str, groups: int
-) -> Tensor:
-    """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``: those of each row's words."""
-    columns = 8 * words_RN.shape[0]
-    if group_K is not None and not torch.equal(
-        group_K.long(), torch.arange(columns) // (columns // groups)
-    ):
-        raise ValueError(f"{name}.g_idx has columns in another order, and desc_act is not set")
-    return words_RN.t().contiguous().view(torch.int8)
-
-
-def _packed_by_row(words_KR: Tensor) -> Tensor:
-    """Returns the bytes ``[N, K / 2]`` of AWQ's words ``[K, N / 8]``."""
-    codes_NK = _codes_of(words_KR, _AWQ_ORDER).flatten(1).t()
-    return (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).contiguous().view(torch.int8)
-
-
-@dataclass(frozen=True)
-class _Regrouping(Decoding):
-    """From GPTQ's tensors to ``[N, K]``, whose columns are in the order of their activations."""
-
-    dtype: torch.dtype
-
-    def __call__(
-        self, words_RN: Tensor, zero_points_NG: Tensor, scales_GN: Tensor, group_K: Tensor
-    ) -> Tensor:
-        codes_NK = _codes_of(words_RN).permute(1, 0, 2).flatten(1).float()
-        group_K = group_K.long()
-        zeros_NK = zero_points_NG.float().index_select(1, group_K)
-        scales_NK = scales_GN.float().t().index_select(1, group_K)
-        return ((codes_NK - zeros_NK) * scales_NK).to(self.dtype)
+def _decoded(encoding: str, packed: PackedWeight, dtype: torch.dtype | None) -> LazyTensor:
+    """Returns the matrix that the tensors of one store; in the scales' dtype where none is said."""
+    rows, row_bytes = packed.values.shape
+    shape = (rows, row_bytes * ENCODINGS[encoding].per_byte)
+    return decoded(encoding, packed, shape, dtype or packed.scales.dtype)
 
 
 def _mxfp4(
@@ -293,48 +329,16 @@ def _fp8(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """DeepSeek-V3's and Qwen3's: E4M3, and ``weight_scale_inv`` for each block of 128 x 128."""
-    _check_option(config, "weight_block_size", ([128, 128], (128, 128)))
-    return _with_scales(tensors, "weight_scale_inv", dtype)
-
-
-def _with_scales(
-    tensors: Mapping[str, Tensor], kind: str, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """Returns tensors in which E4M3 weights are decoded with the scales of a name."""
-    result: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix, _, part = name.rpartition(".")
-        if part == kind:
-            if f"{prefix}.weight" not in tensors:
-                raise ValueError(f"{name} has no {prefix}.weight")
-        elif tensor.dtype != torch.float8_e4m3fn:
-            result[name] = tensor
-        elif part != "weight" or tensor.ndim != 2:
-            raise ValueError(
-                f"{name}, {list(tensor.shape)}, is in float8; a weight must be a matrix to be read"
-            )
-        else:
-            scales = tensors.get(f"{prefix}.{kind}")
-            if scales is None:
-                raise ValueError(f"{name} is in float8 and has no {prefix}.{kind}")
-            rows, columns = tensor.shape
-            if scales.numel() == 1:  # As rows', since gate and up may have two.
-                scales = scales.reshape(1, 1).expand(rows, 1)
-            if not ENCODINGS["fp8"].blocks(rows, columns, scales.shape):
-                raise ValueError(
-                    f"{name}, {list(tensor.shape)}, has scales {list(scales.shape)}; they must be "
-                    f"{ENCODINGS['fp8'].scales_of(rows, columns)}"
-                )
-            packed = PackedWeight(tensor.view(torch.int8), scales)
-            to = dtype or torch.bfloat16
-            result[name] = decoded("fp8", packed, (rows, columns), to)
-    return result
+    check_option(config, "weight_block_size", ([128, 128], (128, 128)))
+    weight = partial(_eight_bits, dtype=dtype)
+    return _read(tensors, "weight", ("weight_scale_inv",), (), weight)
 
 
 _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
-    "gptq": _gptq,
-    "awq": _awq,
+    "gptq": gptq,
+    "awq": awq,
+    "modelopt": _modelopt,
 }

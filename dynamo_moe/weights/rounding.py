@@ -39,7 +39,7 @@ def rounded(
     if zero_points:
         return _with_zero_points(wide_NK, block, _dtype(matrix_NK), scales)
     greatest_RC = _greatest(wide_NK, block)
-    factors_N1, factor = None, 1.0
+    factors_N1, factor = None, torch.ones(())
     if encoding.has_global_scales:
         # So that the greatest scale is the greatest of its elements.
         most = _GREATEST[encoding.elements] * _GREATEST[encoding.scale_elements]
@@ -48,7 +48,7 @@ def rounded(
     if encoding.scale_elements == "e8m0":
         # An exponent of two less: that of E2M1's greatest number.
         codes = ((greatest_RC.view(torch.int32) >> 23) - 2).clamp(min=0)
-        scales, used_RC = _bytes(codes), torch.ldexp(torch.ones(()), codes - 127)
+        scales, used_RC = _bytes(codes), torch.ldexp(torch.ones_like(greatest_RC), codes - 127)
     elif encoding.scale_elements == "e4m3":
         numbers = (greatest_RC / (_GREATEST[encoding.elements] * factor)).to(torch.float8_e4m3fn)
         scales, used_RC = numbers.view(torch.int8), _not_zero(numbers.float() * factor)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
@@ -110,7 +112,82 @@ def test_no_value_is_further_off_than_half_a_step(zero_points: bool) -> None:
     assert (error <= steps * (1.001 if zero_points else 0.5001)).all()
 
 
+def test_mxfp4_is_the_specification_s() -> None:
+    """The exponent of a group's greatest, less 2; elements as ml_dtypes rounds them."""
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(4)) * 3
+    weight[0, :32] = 0
+    weight[1, :32] = torch.tensor([4.0, 6.0, 7.9, 5.0, 3.5, 2.5, 1.75, 1.25]).repeat(4)
+    packed = rounded(weight, ENCODINGS["mxfp4"], (1, 32))
+    groups = weight.double().unflatten(-1, (-1, 32)).numpy()
+    greatest = np.abs(groups).max(-1)
+    exponents = np.where(greatest > 0, np.floor(np.log2(np.maximum(greatest, 1e-300))) - 2, -127)
+    assert np.array_equal(packed.scales.view(torch.uint8).numpy(), exponents + 127)
+    steps = np.clip(groups / 2.0 ** exponents[..., None], -6, 6)
+    expected = steps.astype(ml_dtypes.float4_e2m1fn).astype(float) * 2.0 ** exponents[..., None]
+    restored = reference.unpacked("mxfp4", packed.values, packed.scales)
+    assert np.array_equal(restored.numpy(), expected.reshape(16, 64))
+
+
+@pytest.mark.parametrize("sizes", [(128, 256), (200, 144), (32, 64)], ids=str)
+def test_fp8_has_a_scale_for_each_block(sizes: tuple[int, int]) -> None:
+    weight = torch.randn(sizes, generator=torch.Generator().manual_seed(5))
+    weight[:32, :64] = 0
+    packed = rounded(weight, ENCODINGS["fp8"], (128, 128))
+    for row in range(packed.scales.shape[0]):
+        for column in range(packed.scales.shape[1]):
+            inside = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            greatest = weight[inside].abs().max()
+            scale = packed.scales[row, column]
+            torch.testing.assert_close(scale, greatest / 448 if greatest else torch.tensor(1.0))
+            codes = (weight[inside] / scale).to(torch.float8_e4m3fn)
+            assert torch.equal(
+                packed.values[inside].view(torch.float8_e4m3fn).float(), codes.float()
+            )
+
+
+def test_nvfp4_uses_the_whole_range_of_its_scales() -> None:
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(6)) * 1e-3
+    packed = rounded(weight, ENCODINGS["nvfp4"], (1, 16))
+    assert packed.scales.view(torch.float8_e4m3fn).float().max() == 448
+    assert torch.equal(packed.global_scales, packed.global_scales[:1].expand(32, 1))
+    restored = reference.unpacked("nvfp4", *packed)
+    assert (restored - weight).abs().max() <= weight.abs().max() / 6 * 1.07
+    zero = rounded(torch.zeros(32, 64), ENCODINGS["nvfp4"], (1, 16))
+    assert torch.equal(reference.unpacked("nvfp4", *zero), torch.zeros(32, 64).double())
+
+
 # --- Models ---
+
+
+@pytest.mark.parametrize("weight_format", [name for name in ENCODINGS if name != "int4"])
+def test_each_format(weight_format: str, tmp_path: Path) -> None:
+    model = listed()
+    plain, x, path = copy.deepcopy(model), tokens(3, 5), tmp_path / "model.onnx"
+    report = dynamo_moe.quantize(model, weight_format)
+    bits = {"int8": 8, "fp8": 8}.get(weight_format, 4)
+    (layer,) = report.layers
+    assert bits / 32 <= layer.bytes_after / layer.bytes_before < (bits + 3) / 32
+    with torch.no_grad():
+        loss = (model(x) - plain(x)).square().mean() / plain(x).square().mean()
+    assert 1e-9 < loss < (2e-3 if bits == 8 else 2e-2)
+    exported = dynamo_moe.export(model, (x,), path)
+    assert exported.operators == {"DroplessMoEPacked": 1}
+    assert dynamo_moe.verify(path, model).passed
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "options", "message"),
+    [
+        ("mxfp4", {"group": 32}, "mxfp4 has blocks of its own, got group=32"),
+        ("int8", {"zero_points": True}, "int8 has no zero points"),
+        ("nvfp4", {"scales": lambda *_: None}, "nvfp4 takes no scales from elsewhere"),
+    ],
+)
+def test_options_that_a_format_does_not_have(
+    weight_format: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.quantize(listed(), weight_format, **options)
 
 
 @pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero points"])

@@ -39,6 +39,8 @@ FORMS |= {
     "nvfp4": GATED | {"weight_format": "nvfp4", "biases": False},
     "nvfp4 with biases": {"weight_format": "nvfp4"},
     "int8": GATED | {"weight_format": "int8", "group": 16, "biases": False},
+    "int8 rows": GATED | {"weight_format": "int8 rows", "biases": False},
+    "int4 rows": GATED | {"weight_format": "int4 rows", "biases": False},
     "int8 with biases": {"weight_format": "int8", "scales_dtype": torch.float16},
 }
 _OF_QMOE = [

@@ -28,7 +28,7 @@ from custom_ops.kernels.layer import NoKernelsError
 from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
 from custom_ops.kernels.weights import _decoded, packed_products
-from custom_ops.packed_weights import ENCODINGS
+from custom_ops.packed_weights import ENCODINGS, WHOLE
 from custom_ops.weight_formats import packed_format
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import assert_matches
@@ -266,6 +266,8 @@ def test_nothing_spills_and_bytes_are_read_at_once(device: str) -> None:
         packed_format("int4", torch.bfloat16, torch.bfloat16, (1, 128), zero_points_block=(1, 128)),
         packed_format("mxfp4", torch.bfloat16, torch.int8, (1, 32)),
         packed_format("fp8", torch.bfloat16, torch.float32, (128, 128)),
+        packed_format("nvfp4", torch.bfloat16, torch.int8, (1, 16)),
+        packed_format("int8", torch.bfloat16, torch.bfloat16, (1, WHOLE)),
     ):
         layer = replace(plain, shape=replace(plain.shape, weight_format=weight_format))
         few, small, *_, large = plan(layer, on).ranges
@@ -281,5 +283,5 @@ def test_nothing_spills_and_bytes_are_read_at_once(device: str) -> None:
             problems.append((str(task), result.info))
 
     compile_tasks(tasks, 2, done)
-    assert len(tasks) == 4 * 3 * 2
+    assert len(tasks) == 6 * 3 * 2
     assert not problems

@@ -84,7 +84,7 @@ def test_the_file_computes_what_the_decoded_model_does(form: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_scale_inv": None}, r"is in float8 and has no .*\.weight_scale_inv"),
+        ({"weight_scale_inv": None}, r"weight has no .*\.weight_scale_inv"),
         ({"weight_scale_inv": torch.ones(3, 3)}, r"has scales \[3, 3\]; they must be \[2, 1\] or"),
     ],
 )
@@ -98,7 +98,7 @@ def test_stacked_weights_are_refused(tmp_path: Path) -> None:
     stacked = torch.zeros(4, 128, 256, dtype=torch.float8_e4m3fn)
     folder = checkpoint(tmp_path / "model", "blocks", **{"down_proj.weight": stacked})
     with pytest.raises(
-        ValueError, match=r"\[4, 128, 256\], is in float8; a weight must be a matrix"
+        ValueError, match=r"\[4, 128, 256\] of torch.float8_e4m3fn, has scales; it must be a matrix"
     ):
         dynamo_moe.open_checkpoint(folder)
 

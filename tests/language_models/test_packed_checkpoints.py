@@ -247,8 +247,8 @@ def test_files_that_do_not_fit(
         ({"format": "marlin-24"}, "compressed-tensors format 'marlin-24' is not taken"),
         ({"transform_config": {"config_groups": {}}}, "compressed-tensors. transform_config, of"),
         (
-            {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
-            r"weights of 8 bits of 'int' \(g\) are not taken",
+            {"config_groups": {"g": {"weights": {"num_bits": 3, "type": "int"}}}},
+            r"weights of 3 bits of 'int' \(g\) are not taken",
         ),
     ],
 )

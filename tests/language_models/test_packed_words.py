@@ -174,7 +174,7 @@ def test_experts_with_columns_in_another_order_are_decoded_and_said_to_be(tmp_pa
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (GPTQ | {"bits": 8}, {}, "gptq with bits=8 is not taken"),
+        (GPTQ | {"bits": 3}, {}, "gptq with bits=3 is not taken"),
         (AWQ | {"version": "gemv"}, {}, "awq with version='gemv' is not taken"),
         (GPTQ, {"scales": None}, r"a\.qweight has no a\.scales"),
         (GPTQ, {"qweight": None, "scales": None}, r"a\.qzeros has no a\.qweight"),

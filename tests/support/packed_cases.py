@@ -143,7 +143,7 @@ def packed_case(
 ) -> PackedCase:
     """Returns a random call, scaled so that results are around 1.
 
-    The format ``fp8`` may have a form behind it: ``fp8 rows``, ``fp8 whole``. Zero points are one
+    A format may have a form behind it: ``int8 rows``, ``fp8 whole``. Zero points are one
     for each group, or for each expert.
     """
     name, _, form = weight_format.partition(" ")
@@ -155,7 +155,7 @@ def packed_case(
     packed: dict[str, Tensor | None] = {}
     for weight in ("w1", "w2"):
         _, rows, columns = case.arguments[weight].shape
-        size = (experts, rows, columns // group)
+        size = (experts, rows, 1 if form == "rows" else columns // group)
         values = torch.randint(-128, 128, (experts, rows, columns // 2), generator=generator)
         scales = (torch.rand(size, generator=generator) + 0.5) / (6 * columns**0.5)
         zeros = torch.randint(0, 16, size, generator=generator).to(torch.int8)

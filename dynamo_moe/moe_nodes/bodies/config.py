@@ -11,7 +11,7 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions, Flag, Option, Options, RouterOptions
-from custom_ops.packed_weights import WHOLE, encoding_of
+from custom_ops.packed_weights import WHOLE
 from custom_ops.weight_formats import GLOBAL_SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.nodes import (
     DROPLESS,
@@ -31,6 +31,7 @@ from dynamo_moe.moe_nodes.schemas import SCHEMAS
 MIN_OPSET = 18
 
 _AXES = ("rows", "columns")
+_BIASES = ("router_bias", "b1", "b2", "selection_bias")
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,9 @@ class BodyConfig:
         if name.endswith(ZERO_POINTS):
             return self.shape.weight_format.zero_points_block is not None
         if name.endswith(GLOBAL_SCALES):
-            # Others have some only so that biases may come behind them.
-            return encoding_of(self.shape.weight_format.encoding).has_global_scales or any(
-                self._has(other) for other in ("router_bias", "b1", "b2", "selection_bias")
-            )
+            # Other packed formats have some only so that biases may come behind them.
+            biases = any(map(self._has, _BIASES)) and not self.shape.weight_format.is_plain
+            return biases or self.shape.weight_format.has_global_scales
         has: bool = getattr(self, f"has_{name}")
         return has
 

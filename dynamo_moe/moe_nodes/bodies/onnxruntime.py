@@ -128,7 +128,6 @@ def _plain(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[
 
 def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[ir.Value | None]:
     """The parameters of ``QMoE``, whose bytes are unsigned, and whose zero points are packed."""
-
     is_signed = config.shape.weight_format.encoding == "int8"
 
     def parameter(name: str) -> ir.Value | None:

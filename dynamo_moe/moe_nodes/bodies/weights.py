@@ -74,7 +74,7 @@ def _int4(
     halves = [op.Unsqueeze(half, [-1], out=f"{half.name}_1") for half in (low, high)]
     pairs = op.Concat(*halves, axis=-1, out=f"{name}_pairs")
     wide = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
-    codes = op.Cast(_grouped(op, pairs, scales, name), to=compute, out=f"{name}_codes")
+    codes = op.Cast(_grouped(op, config, pairs, scales, name), to=compute, out=f"{name}_codes")
     zero = op.constant("eight", 8, compute)
     if zero_points:
         zero = op.Cast(zero_points[0], to=compute, out=f"{name}_zeros")
@@ -98,7 +98,7 @@ def _float4(
     if encoding.has_global_scales:
         factors = op.Cast(tensors[-1], to=compute, out=f"{name}_factors")
         wide = op.Mul(wide, factors, out=f"{name}_scales_all")
-    return _scaled(op, config, _grouped(op, pairs, scales, name), wide, values, name, out)
+    return _scaled(op, config, _grouped(op, config, pairs, scales, name), wide, values, name, out)
 
 
 def _int8(
@@ -108,7 +108,7 @@ def _int8(
     compute = config.compute_dtype
     values, scales, *_ = tensors
     wide = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
-    codes = op.Cast(_grouped(op, values, scales, name), to=compute, out=f"{name}_codes")
+    codes = op.Cast(_grouped(op, config, values, scales, name), to=compute, out=f"{name}_codes")
     return _scaled(op, config, codes, wide, values, name, out)
 
 
@@ -142,11 +142,22 @@ def _indices(op: Ops, values: ir.Value, name: str) -> ir.Value:
     return op.Cast(unsigned, to=ir.DataType.INT32, out=f"{name}_indices")
 
 
-def _grouped(op: Ops, pairs: ir.Value, scales: ir.Value, name: str) -> ir.Value:
+def _grouped(
+    op: Ops, config: BodyConfig, numbers: ir.Value, scales: ir.Value, name: str
+) -> ir.Value:
     """The values, of which the last axes have N times K, as ``[..., N, K / G, G]``."""
     sizes = op.Shape(scales, out=f"{name}_NG")
-    groups = op.Concat(sizes, op.size("block_size"), axis=0, out=f"{name}_NGC")
-    return op.Reshape(pairs, groups, allowzero=1, out=f"{name}_q")
+    if WHOLE not in config.shape.weight_format.block:
+        size_1 = op.size("block_size")
+    else:
+        pair = -2 if _per_byte(config) > 1 else -1
+        size_1 = op.ReduceProd(op.Shape(numbers, start=pair, out=f"{name}_row"), out=f"{name}_C")
+    groups = op.Concat(sizes, size_1, axis=0, out=f"{name}_NGC")
+    return op.Reshape(numbers, groups, allowzero=1, out=f"{name}_q")
+
+
+def _per_byte(config: BodyConfig) -> int:
+    return ENCODINGS[config.shape.weight_format.encoding].per_byte
 
 
 def _scaled(
@@ -163,9 +174,8 @@ def _scaled(
     scales = op.Unsqueeze(scales, [-1], out=f"{name}_scales_1")
     groups = op.Mul(numbers, scales, out=f"{name}_groups")
     columns_1 = op.Shape(values, start=-1, out=f"{name}_B")
-    per_byte = ENCODINGS[config.shape.weight_format.encoding].per_byte
-    if per_byte > 1:
-        columns_1 = op.Mul(columns_1, per_byte, out=f"{name}_K")
+    if _per_byte(config) > 1:
+        columns_1 = op.Mul(columns_1, _per_byte(config), out=f"{name}_K")
     rows = op.Concat(op.Shape(values, end=-1, out=f"{name}_N"), columns_1, axis=0, out=f"{name}_NK")
     matrix = op.Reshape(groups, rows, allowzero=1, out=f"{name}_matrix")
     matrix = op.cast(matrix, compute, config.operand_dtype, out=f"{name}_rounded")

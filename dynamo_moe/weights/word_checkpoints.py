@@ -1,0 +1,211 @@
+"""GPTQ's and AWQ's checkpoints, whose weights are words of codes, as tensors that decode.
+
+Legend: N rows (out), K columns (in) of a matrix, G groups of columns, R words, W codes of a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops.packed_weights import PackedWeight
+from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
+from dynamo_moe.weights.packed_tensors import Decoding, decoded
+
+
+def check_option(config: Mapping[str, Any], name: str, taken: tuple[Any, ...]) -> None:
+    """Raises a ValueError if an option of a checkpoint has another value than those taken."""
+    value = config.get(name)
+    if value not in taken:
+        raise ValueError(f"{config['quant_method']} with {name}={value!r} is not taken")
+
+
+def gptq(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """GPTQ's and GPTQModel's: ``qweight`` ``[K / W, N]``, zero points less one but in its v2."""
+    check_option(config, "bits", (4, 8))
+    one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    bits: int = config["bits"]
+
+    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
+        rows, columns, groups = qweight.shape[1], qweight.shape[0] * 32 // bits, scales.shape[0]
+        codes = partial(_codes_by_row, name=prefix, bits=bits, added=one)
+        zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
+        order = tensors.get(f"{prefix}.g_idx")
+        if config.get("desc_act"):
+            if order is None:
+                raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
+            to = dtype or scales.dtype
+            parts = (qweight, zero_points, scales, order)
+            return computed(_Regrouping(to, bits), parts, (rows, columns), to)
+        if bits == 8:
+            pack = partial(_signed_by_column, name=prefix)
+            words = (qweight, zero_points, *([] if order is None else [order]))
+            values = computed(pack, words, (rows, columns), torch.int8)
+            packed = PackedWeight(values, scales.t())
+            return decoded("int8", packed, (rows, columns), dtype or scales.dtype)
+        words = (qweight,) if order is None else (qweight, order)
+        pack = partial(_packed_by_column, name=prefix, groups=groups)
+        values = computed(pack, words, (rows, columns // 2), torch.int8)
+        packed = PackedWeight(values, scales.t(), zero_points)
+        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
+
+    return _by_words(tensors, weight, config, depth=32 // bits)
+
+
+def awq(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """AutoAWQ's ``gemm``: ``qweight`` ``[K, N / 8]``, whose words have an order of their own."""
+    check_option(config, "bits", (4,))
+    check_option(config, "version", ("gemm", None))
+
+    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
+        rows, columns, groups = scales.shape[1], qweight.shape[0], scales.shape[0]
+        codes = partial(_codes_by_row, name=prefix, bits=4, order=_AWQ_ORDER)
+        zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
+        values = computed(_packed_by_row, (qweight,), (rows, columns // 2), torch.int8)
+        packed = PackedWeight(values, scales.t(), zero_points)
+        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
+
+    return _by_words(tensors, weight, config, depth=1)
+
+
+def _by_words(
+    tensors: Mapping[str, Tensor],
+    weight: Callable[[str, Tensor, Tensor, Tensor], LazyTensor],
+    config: Mapping[str, Any],
+    depth: int,
+) -> dict[str, Tensor]:
+    """Returns tensors in which weights take the place of ``qweight``, ``qzeros`` and ``scales``.
+
+    Args:
+        tensors: The checkpoint's.
+        weight: From a weight's path and these to the weight.
+        config: The ``quantization_config``.
+        depth: Columns of the matrix (in) that a word of ``qweight`` has codes of; its other codes
+            are of other rows.
+    """
+    result: dict[str, Tensor] = {}
+    per_word = 32 // config["bits"]
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if f"{prefix}.qweight" not in tensors:
+            if kind in ("qzeros", "g_idx"):
+                raise ValueError(f"{name} has no {prefix}.qweight")
+            result[name] = tensor
+        elif kind == "qweight":
+            for part in ("qzeros", "scales"):
+                if f"{prefix}.{part}" not in tensors:
+                    raise ValueError(f"{name} has no {prefix}.{part}")
+            qzeros, scales = tensors[f"{prefix}.qzeros"], tensors[f"{prefix}.scales"]
+            groups, rows = scales.shape
+            columns = tensor.shape[0] * depth
+            size = config.get("group_size", -1)
+            grouped = groups * size == columns if size > 0 else groups == 1
+            fits = tensor.shape[1] * per_word == rows * depth and grouped
+            if not fits or tuple(qzeros.shape) != (groups, rows // per_word):
+                raise ValueError(
+                    f"{name}, {list(tensor.shape)}, with scales {list(scales.shape)} and zero "
+                    f"points {list(qzeros.shape)} is not packed in {config['bits']} bits with "
+                    f"groups of {size}"
+                )
+            result[f"{prefix}.weight"] = weight(prefix, tensor, qzeros, scales)
+        elif kind not in ("qzeros", "scales", "g_idx"):
+            result[name] = tensor
+    return result
+
+
+# Which column of eight each 4 bits of a word hold, from the lowest on.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def codes_of(words: Tensor, bits: int = 4, order: tuple[int, ...] | None = None) -> Tensor:
+    """Returns the codes ``[..., W]`` of words int32, the first in the lowest bits.
+
+    Args:
+        words: Of any shape.
+        bits: Of a code.
+        order: The place in the result of each code of a word; None: as they come.
+    """
+    shifts_W = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes_W = (words.unsqueeze(-1) >> shifts_W) & (2**bits - 1)
+    if order is not None:
+        codes_W = codes_W[..., torch.tensor(order).argsort()]
+    return codes_W.to(torch.uint8)
+
+
+def signed(codes: Tensor) -> Tensor:
+    """Returns the integers int8 of codes that are 128 more."""
+    result: Tensor = codes.bitwise_xor(-128)
+    return result
+
+
+def _codes_by_row(
+    words_GR: Tensor,
+    name: str,
+    bits: int,
+    order: tuple[int, ...] | None = None,
+    added: int = 0,
+) -> Tensor:
+    """Returns the codes ``[N, G]``, as int8, of words ``[G, N / W]``."""
+    codes_NG = codes_of(words_GR, bits, order).flatten(1).t().int() + added
+    if bool((codes_NG >= 2**bits).any()):
+        raise ValueError(
+            f"{name}.qzeros has a zero point of {2**bits}, which is no code of {bits} bits"
+        )
+    return codes_NG.to(torch.uint8).view(torch.int8).contiguous()
+
+
+def _check_order(group_K: Tensor | None, columns: int, groups: int, name: str) -> None:
+    if group_K is not None and not torch.equal(
+        group_K.long(), torch.arange(columns) // (columns // groups)
+    ):
+        raise ValueError(f"{name}.g_idx has columns in another order, and desc_act is not set")
+
+
+def _packed_by_column(
+    words_RN: Tensor, group_K: Tensor | None = None, *, name: str, groups: int
+) -> Tensor:
+    """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``: those of each row's words."""
+    _check_order(group_K, 8 * words_RN.shape[0], groups, name)
+    return words_RN.t().contiguous().view(torch.int8)
+
+
+def _signed_by_column(
+    words_RN: Tensor, zero_points_NG: Tensor, group_K: Tensor | None = None, *, name: str
+) -> Tensor:
+    """Returns the integers ``[N, K]`` of words ``[K / 4, N]`` whose zero points are all 128."""
+    _check_order(group_K, 4 * words_RN.shape[0], zero_points_NG.shape[1], name)
+    if bool((zero_points_NG != -128).any()):
+        raise ValueError(f"{name}.qzeros has zero points that are not 128, which int8 has not")
+    return signed(words_RN.t().contiguous().view(torch.int8))
+
+
+def _packed_by_row(words_KR: Tensor) -> Tensor:
+    """Returns the bytes ``[N, K / 2]`` of AWQ's words ``[K, N / 8]``."""
+    codes_NK = codes_of(words_KR, 4, _AWQ_ORDER).flatten(1).t()
+    return (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).contiguous().view(torch.int8)
+
+
+@dataclass(frozen=True)
+class _Regrouping(Decoding):
+    """From GPTQ's tensors to ``[N, K]``, whose columns are in the order of their activations."""
+
+    dtype: torch.dtype
+    bits: int
+
+    def __call__(
+        self, words_RN: Tensor, zero_points_NG: Tensor, scales_GN: Tensor, group_K: Tensor
+    ) -> Tensor:
+        codes_NK = codes_of(words_RN, self.bits).permute(1, 0, 2).flatten(1).float()
+        group_K = group_K.long()
+        zeros_NK = zero_points_NG.view(torch.uint8).float().index_select(1, group_K)
+        scales_NK = scales_GN.float().t().index_select(1, group_K)
+        return ((codes_NK - zeros_NK) * scales_NK).to(self.dtype)

@@ -1,0 +1,280 @@
+"""Checkpoints in the further forms of compressed-tensors, ModelOpt and GPTQ, with their judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dynamo_moe
+from custom_ops.packed_weights import ENCODINGS
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.packed_tensors import packed_weight
+from dynamo_moe.weights.quantized_checkpoints import with_decoded
+from dynamo_moe.weights.rounding import rounded
+from packed_checkpoints import check_file, language_model, set_quantization, token_ids
+
+Stored = dict[str, Tensor]
+GROUP = 32
+
+
+def arguments(bits: int, kind: str, group: int | None) -> QuantizationArgs:
+    """Returns compressed-tensors' description of weights in groups, or in rows."""
+    strategy = "channel" if group is None else "tensor_group" if kind == "nvfp4" else "group"
+    return QuantizationArgs(
+        num_bits=bits,
+        type="int" if kind == "int" else "float",
+        symmetric=True,
+        strategy=strategy,
+        group_size=group,
+        scale_dtype={"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8}.get(kind),
+    )
+
+
+def compressor(form: str) -> Any:
+    return BaseCompressor.get_value_from_registry(form)
+
+
+def compressed(weight: Tensor, form: str, args: QuantizationArgs) -> Stored:
+    """Returns what compressed-tensors stores for a matrix, and needs to restore it."""
+    groups = weight.unflatten(-1, (-1, args.group_size or weight.shape[-1]))
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    local = {"weight": weight}
+    global_scale = None
+    if form == "nvfp4-pack-quantized":
+        global_scale = generate_gparam(weight.amin(), weight.amax())
+        local["weight_global_scale"] = global_scale
+    scales, _ = calculate_qparams(low, high, args, global_scale)
+    local["weight_scale"] = scales.float()
+    return compressor(form).compress(local, QuantizationScheme(targets=["Linear"], weights=args))
+
+
+def decompressed(stored: Stored, form: str, args: QuantizationArgs) -> Tensor:
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    return compressor(form).decompress(dict(stored), scheme)["weight"].float()
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to store a checkpoint's matrices.
+
+    Attributes:
+        encoding: What becomes of it.
+        config: Its ``quantization_config``.
+        store: From a matrix to its tensors.
+        judge: From these to the matrix.
+        rtol: How far the judge's numbers may be off.
+    """
+
+    encoding: str
+    config: dict[str, Any]
+    store: Callable[[Tensor], Stored]
+    judge: Callable[[Stored], Tensor]
+    # A quotient of two scales is rounded, or a product with a reciprocal.
+    rtol: float = 3e-7
+
+
+def of_compressed_tensors(form: str, encoding: str, args: QuantizationArgs) -> Form:
+    groups = {"group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+    return Form(
+        encoding,
+        config,
+        partial(compressed, form=form, args=args),
+        partial(decompressed, form=form, args=args),
+        # Of this one compressed-tensors computes in bfloat16.
+        rtol=2**-7 if encoding == "nvfp4" else Form.rtol,
+    )
+
+
+def modelopt_nvfp4(weight: Tensor) -> Stored:
+    made = compressed(weight, "nvfp4-pack-quantized", arguments(4, "nvfp4", 16))
+    return {
+        "weight": made["weight_packed"],
+        "weight_scale": made["weight_scale"],
+        "weight_scale_2": 1 / made["weight_global_scale"].reshape(()),
+        "input_scale": torch.tensor(0.5),
+    }
+
+
+def modelopt_nvfp4_decoded(stored: Stored) -> Tensor:
+    codes = stored["weight"].int()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    pairs = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+    values = numbers[pairs & 7] * torch.where(pairs > 7, -1.0, 1.0)
+    scales = stored["weight_scale"].float() * stored["weight_scale_2"]
+    return values * scales.repeat_interleave(16, dim=1)
+
+
+def modelopt_fp8(weight: Tensor) -> Stored:
+    scale = weight.abs().max() / 448
+    return {
+        "weight": (weight / scale).to(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.tensor(0.5),
+    }
+
+
+def gptq(weight: Tensor) -> Stored:
+    """8 bits in groups, in words of four codes that are 128 more than the integers."""
+    groups = weight.unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(dim=-1) / 127
+    codes = (groups / scales[..., None]).round().flatten(-2).to(torch.int8).numpy()
+    packed = (codes.view(np.uint8) ^ 128).view(np.int32)
+    return {
+        "qweight": torch.from_numpy(packed).t().contiguous(),
+        "qzeros": torch.full((scales.shape[1], weight.shape[0] // 4), 0x7F7F7F7F).int(),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+    }
+
+
+def gptq_decoded(stored: Stored) -> Tensor:
+    codes = stored["qweight"].t().contiguous().numpy().view(np.uint8).astype(np.float32) - 128
+    return torch.from_numpy(codes) * stored["scales"].t().repeat_interleave(GROUP, dim=1)
+
+
+FORMS = {
+    "int8 words": of_compressed_tensors("pack-quantized", "int8", arguments(8, "int", GROUP)),
+    "int8 groups": of_compressed_tensors("int-quantized", "int8", arguments(8, "int", GROUP)),
+    "int8 rows": of_compressed_tensors("naive-quantized", "int8", arguments(8, "int", None)),
+    "nvfp4": of_compressed_tensors("nvfp4-pack-quantized", "nvfp4", arguments(4, "nvfp4", 16)),
+    "mxfp4": of_compressed_tensors("mxfp4-pack-quantized", "mxfp4", arguments(4, "mxfp4", 32)),
+    "ModelOpt nvfp4": Form(
+        "nvfp4",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        modelopt_nvfp4,
+        modelopt_nvfp4_decoded,
+    ),
+    "ModelOpt fp8": Form(
+        "fp8",
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        modelopt_fp8,
+        lambda stored: stored["weight"].float() * stored["weight_scale"],
+    ),
+    "GPTQ int8": Form(
+        "int8",
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True},
+        gptq,
+        gptq_decoded,
+    ),
+}
+
+
+def random_matrix(rows: int = 48, columns: int = 128) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)) * 0.02
+
+
+def opened(stored: Stored, config: dict[str, Any]) -> Tensor:
+    lazy = {f"a.{name}": LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
+    tensors = with_decoded(lazy, config, torch.float32)
+    assert list(tensors) == ["a.weight"]
+    return tensors["a.weight"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_matrix(name: str) -> None:
+    """It is decoded as its library does it, and its bytes are the checkpoint's."""
+    form, matrix = FORMS[name], random_matrix()
+    stored = form.store(matrix)
+    weight = opened(stored, form.config)
+    torch.testing.assert_close(weight.read(), form.judge(stored), rtol=form.rtol, atol=0)
+    assert (weight.read() - matrix).abs().max() < 0.2 * matrix.abs().max()
+    kind, packed = packed_weight(weight.unsqueeze(0))
+    assert kind == form.encoding
+    if kind in ("nvfp4", "mxfp4"):
+        values = stored.get("weight_packed", stored.get("weight"))
+        assert torch.equal(packed.values.read()[0], values.view(torch.int8))
+        assert torch.equal(packed.scales.read()[0], stored["weight_scale"].view(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("qwen3_moe", name) for name in FORMS), ("deepseek_v3", "nvfp4")]
+)
+def test_a_model(family: str, name: str, tmp_path: Path) -> None:
+    form, folder, path = FORMS[name], tmp_path / "model", tmp_path / "model.onnx"
+    language_model(family).save_pretrained(folder)
+    stored: Stored = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        if ".experts." in key or key.endswith("o_proj.weight"):
+            prefix = key.removesuffix("weight")
+            stored |= {prefix + k: t.contiguous() for k, t in form.store(tensor.float()).items()}
+        else:
+            stored[key] = tensor
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, form.config)
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    notes = (f"its experts stay packed ({form.encoding})",)
+    assert [replacement.notes for replacement in report.replaced] == [notes] * 2
+    shapes = {"input_ids": {0: "batch", 1: "length"}}
+    exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
+    assert exported.operators == {"DroplessMoEPacked": 2}
+    check_file(path, folder)
+    assert dynamo_moe.inspect(path).moe_layers[0].precision == form.encoding
+
+
+REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [
+    ("nvfp4", {"weight_global_scale": torch.ones(2)}, {}, r"\[2\] is not nvfp4"),
+    ("nvfp4", {"weight_scale": torch.ones(48, 8)}, {}, "of torch.float32 .* is not nvfp4"),
+    ("mxfp4", {"weight_scale": torch.ones(48, 2).to(torch.uint8)}, {}, "is not mxfp4"),
+    ("int8 groups", {"weight_scale": torch.ones(48, 5)}, {}, r"must be \[48, G\], where G divides"),
+    ("int8 words", {"weight_scale": torch.ones(48, 5)}, {}, "is not packed in 8 bits"),
+    ("int8 rows", {"weight_zero_point": torch.ones(48, 1)}, {}, "8 bits have no zero points"),
+    ("ModelOpt nvfp4", {"pre_quant_scale": torch.ones(128)}, {}, "a.pre_quant_scale: scales of a"),
+    ("ModelOpt nvfp4", {}, {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not taken"),
+    ("nvfp4", {}, {"format": "mixed-precision"}, "format 'mixed-precision' is not taken"),
+    ("GPTQ int8", {}, {"bits": 3}, "gptq with bits=3 is not taken"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "config", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(
+    name: str, change: Stored, config: dict[str, Any], message: str
+) -> None:
+    form = FORMS[name]
+    with pytest.raises(ValueError, match=message):
+        opened(form.store(random_matrix()) | change, form.config | config)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "ModelOpt nvfp4", "int8 words"])
+def test_a_missing_tensor_is_named(name: str) -> None:
+    stored = FORMS[name].store(random_matrix())
+    del stored["weight_scale"]
+    with pytest.raises(ValueError, match=r"has no a\.weight_scale|weight_scale_2 has no"):
+        opened(stored, FORMS[name].config)
+
+
+def test_zero_points_of_eight_bits_are_refused_when_they_are_read() -> None:
+    stored = FORMS["GPTQ int8"].store(random_matrix())
+    stored["qzeros"][0, 0] = 0
+    with pytest.raises(ValueError, match=r"a\.qzeros has zero points that are not 128"):
+        opened(stored, FORMS["GPTQ int8"].config).read()
+
+
+@pytest.mark.parametrize("name", ["int8 groups", "int8 rows", "nvfp4"])
+def test_rounding_is_that_of_the_library(name: str) -> None:
+    """Of the same matrix, ``quantize`` makes the same codes and scales."""
+    form, matrix = FORMS[name], random_matrix()
+    stored, encoding = form.store(matrix), ENCODINGS[form.encoding]
+    kept = opened(stored, form.config)
+    group = {"int8 groups": GROUP, "int8 rows": 128}.get(name)
+    ours = rounded(matrix, encoding, encoding.block or (1, group))
+    _, theirs = packed_weight(kept.unsqueeze(0))
+    for part, other in zip(ours, theirs, strict=True):
+        if part is not None and part.dtype == torch.float32:
+            torch.testing.assert_close(part, other.read()[0])
+    restored = encoding.decode(*ours, dtype=torch.float32)
+    ratio = (restored - matrix).square().mean() / (kept.read() - matrix).square().mean()
+    assert 0.95 < ratio < 1.05
