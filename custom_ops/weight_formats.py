@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from custom_ops.dtypes import FLOATS, KERNEL_FLOATS, dtype_name
-from custom_ops.packed_weights import ENCODINGS, WHOLE, encoding_of
+from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding, encoding_of
 
 #: Suffixes of the tensors beside the packed values.
 SCALES, ZERO_POINTS, GLOBAL_SCALES = "_scales", "_zero_points", "_global_scales"
@@ -24,6 +24,14 @@ STORED_SUFFIXES = ("", SCALES, ZERO_POINTS, GLOBAL_SCALES)
 OPEN = (0, 0)
 #: The block of a tensor that has one element for an expert's whole matrix.
 WHOLE_MATRIX = (WHOLE, WHOLE)
+
+
+def suffixes_of(encoding: Encoding | None) -> tuple[str, ...]:
+    """Returns those of the tensors that a weight may have, in their order; None: a plain one."""
+    if encoding is None:
+        return ("",)
+    has = {ZERO_POINTS: encoding.has_zero_points, GLOBAL_SCALES: encoding.has_global_scales}
+    return tuple(suffix for suffix in STORED_SUFFIXES if has.get(suffix, True))
 
 
 @dataclass(frozen=True)

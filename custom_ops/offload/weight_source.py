@@ -16,7 +16,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from custom_ops.weight_formats import STORED_SUFFIXES
+from custom_ops.packed_weights import Encoding
+from custom_ops.weight_formats import suffixes_of
 
 #: Names a folder of weight files that comes before the folder that a source names.
 FOLDER_VARIABLE = "DYNAMO_MOE_WEIGHTS"
@@ -133,22 +134,23 @@ class WeightSource:
         return cls(Path(path), offset, size, identity)
 
     @classmethod
-    def parse_lines(cls, weight: str, text: str) -> dict[str, Self]:
+    def parse_lines(cls, weight: str, text: str, encoding: Encoding | None) -> dict[str, Self]:
         """Reads the sources of the tensors that store ``w1`` or ``w2``, by the tensors' names.
 
         Args:
             weight: The weight's name.
-            text: A line for each tensor: the values, then scales and zero points.
+            text: A line for each tensor: the values, then those beside them.
+            encoding: How the weight is packed; None: it is plain.
 
         Raises:
             ValueError: If a line is no source, or there are more.
         """
-        lines = text.split("\n")
-        if len(lines) > len(STORED_SUFFIXES):
+        lines, suffixes = text.split("\n"), suffixes_of(encoding)
+        if len(lines) > len(suffixes):
             raise ValueError(
-                f"{weight} has at most {len(STORED_SUFFIXES)} tensors, got {len(lines)} sources"
+                f"{weight} has at most {len(suffixes)} tensors, got {len(lines)} sources"
             )
-        named = zip(STORED_SUFFIXES, lines, strict=False)
+        named = zip(suffixes, lines, strict=False)
         return {weight + suffix: cls.parse(line) for suffix, line in named}
 
     def to_dict(self) -> dict[str, int | str]:

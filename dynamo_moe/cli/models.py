@@ -121,15 +121,17 @@ def export(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="Round the experts' weights to a packed format: [cyan]int4[/].",
+            help="Round the experts' weights to a packed format: "
+            + ", ".join(f"[cyan]{name}[/]" for name in ENCODINGS)
+            + ".",
         ),
     ] = None,
     group: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="With --quantize: values of a row that share a scale.",
-            show_default="32",
+            help="With --quantize: values of a row that share a scale, in int4 and int8.",
+            show_default="32 in int4, a row in int8",
         ),
     ] = None,
     hf: Annotated[
@@ -427,8 +429,6 @@ def _quantize(
     if weight_format is None:
         return None
     with step(console, f"Rounding the experts to {weight_format}"):
-        if group is None:
-            return dynamo_moe.quantize(module, weight_format)
         return dynamo_moe.quantize(module, weight_format, group=group)
 
 

@@ -135,7 +135,7 @@ def codes_of(words: Tensor, bits: int = 4, order: tuple[int, ...] | None = None)
         order: The place in the result of each code of a word; None: as they come.
     """
     shifts_W = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes_W = (words.unsqueeze(-1) >> shifts_W) & (2**bits - 1)
+    codes_W: Tensor = (words.unsqueeze(-1) >> shifts_W) & (2**bits - 1)
     if order is not None:
         codes_W = codes_W[..., torch.tensor(order).argsort()]
     return codes_W.to(torch.uint8)

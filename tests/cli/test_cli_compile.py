@@ -452,7 +452,10 @@ def test_moe_layers_of_the_demo_file_need_wider_sizes(tmp_path: Path) -> None:
         ),
         (f"{SPEC},tokens_dtype=int32", "tokens_dtype must be one of float32"),
         (f"{SPEC},block_size=32", "block_size need weight_format"),
-        (f"{SPEC},weight_format=int3", "weight_format must be one of int4, mxfp4, fp8; got 'int3'"),
+        (
+            f"{SPEC},weight_format=int3",
+            "weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got 'int3'",
+        ),
         (f"{SPEC},weight_format=int4,block_rows=2", "block_rows must be 1 in int4, got 2"),
         (f"{SPEC},weight_format=int4,block_size=4294967296", "block_size must be below 2^31, got"),
         (f"{SPEC},weight_format=fp8,zero_points=scales", "fp8 has no zero points, got zero_points"),

@@ -80,6 +80,8 @@ PACKED: dict[str, dict[str, Any]] = {
     "mxfp4": {"weight_format": "mxfp4"},
     "fp8": {"weight_format": "fp8", "biases": False},
     "fp8 whole": {"weight_format": "fp8 whole"},
+    "nvfp4": {"weight_format": "nvfp4"},
+    "int8": {"weight_format": "int8", "biases": False},
 }
 
 

@@ -56,8 +56,8 @@ void LaunchOffloaded(dynamo_moe_program* program, const dynamo_moe_tensors& tens
 // Launches a program; the stand-in touches no tensors. Any status is right.
 void Launch(dynamo_moe_program* program) {
   void* const memory = reinterpret_cast<void*>(std::uintptr_t{1} << 40);
-  const dynamo_moe_tensors tensors = {memory, memory, memory, memory, memory,
-                                      memory, memory, memory, memory, memory,
+  const dynamo_moe_tensors tensors = {memory, memory, memory, memory, memory, memory,
+                                      memory, memory, memory, memory, memory, memory,
                                       memory, memory, memory, memory, memory};
   for (const std::int64_t tokens :
        {std::int64_t{1}, std::int64_t{30}, std::int64_t{50}, std::int64_t{1} << 62}) {

@@ -88,7 +88,7 @@ struct Tensors {
   dynamo_moe_tensors all() {
     auto* const at =
         reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + 255) / 256 * 256);
-    return {at, at, at, at, at, at, at, at, at, at, at, at, at, at, at};
+    return {at, at, at, at, at, at, at, at, at, at, at, at, at, at, at, at, at};
   }
 };
 

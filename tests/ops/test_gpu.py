@@ -58,7 +58,7 @@ def ranges(path: str) -> tuple[RangeConfig, ...]:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows"])
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows", "nvfp4", "int8"])
 def test_packed_experts(form, dtype, tokens, op):
     case = packed_case(
         op, form, group=32, zero_points="groups" if form == "int4" else "", shape=(tokens,),

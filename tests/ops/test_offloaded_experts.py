@@ -73,7 +73,7 @@ def test_results_and_the_default_number_of_slots(op, tokens):
     assert only_cache().resident == 2
 
 
-@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8 rows"])
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8 rows", "nvfp4", "int8"])
 def test_packed_experts(form, monkeypatch):
     zero_points = "groups" if form == "int4" else ""
     case = packed_case("dropless", form, width=32, gated=True, zero_points=zero_points)

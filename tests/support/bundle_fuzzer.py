@@ -37,7 +37,8 @@ def seed_bundles() -> list[bytes]:
         "experts=4,top_k=2,width=128,hidden=64,dtype=fp16,gated,b1,weight_format=int4,block_size=32,"
         "zero_points=scales"
     )
-    layers = (layer, replace(layer, resident_experts=2), packed)
+    two_scales = parse_spec("experts=4,top_k=2,width=64,hidden=64,dtype=fp16,weight_format=nvfp4")
+    layers = (layer, replace(layer, resident_experts=2), packed, two_scales)
     plans = (
         limit_tokens(plan(each, architecture(name)), 50)
         for each in layers

@@ -147,7 +147,7 @@ def packed_case(
     for each group, or for each expert.
     """
     name, _, form = weight_format.partition(" ")
-    group = group or {"mxfp4": 32, "nvfp4": 16}.get(name, 8)
+    group = {"mxfp4": 32, "nvfp4": 16}.get(name) or group or 8
     if name == "mxfp4":
         hidden = max(hidden, 32)
     case = make_case(op, shape, dtype=dtype, width=width, hidden=hidden, experts=experts, **options)

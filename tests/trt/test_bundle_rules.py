@@ -49,7 +49,7 @@ IMAGE = len(kernel().image)
 @pytest.mark.parametrize(
     ("offset", "form", "values", "message"),
     [
-        (8, "I", [3], "the version must be 5, got 3: compile the bundle, or build the"),
+        (8, "I", [3], "the version must be 6, got 3: compile the bundle, or build the"),
         (16, "Q", [8], "too long: the header says 8 bytes, got"),
         (28, "I", [1], "reserved must be 0, got 1"),
         # The layer
@@ -113,8 +113,8 @@ IMAGE = len(kernel().image)
         ),
         # The tables
         (112, "I", [9], "the layer's resident experts must be in 0..8, got 9"),
-        (116, "I", [0], "the layer's weight format must be in 1..6, got 0"),
-        (116, "I", [7], "the layer's weight format must be in 1..6, got 7"),
+        (116, "I", [0], "the layer's weight format must be in 1..8, got 0"),
+        (116, "I", [9], "the layer's weight format must be in 1..8, got 9"),
         (116, "I", [3], "experts must be bfloat16 (3), as weights of format bfloat16 are, got 2"),
         (120, "I", [32], "block must be 0 by 0, as weights of format float16 have none, got 32 by"),
         (124, "I", [32], "block must be 0 by 0, as weights of format float16 have none, got 0 by"),
@@ -154,10 +154,10 @@ IMAGE = len(kernel().image)
         (record("arguments"), "II", [7, 0], "argument 0: kind must be below 7, got 7"),
         (record("arguments"), "II", [6, 0], "argument 0: the state's part must be below 0, got 0"),
         (record("arguments"), "II", [0, 1], "argument 0: a null pointer's index must be 0, got 1"),
-        (record("arguments"), "II", [1, 15], "argument 0: tensor must be below 15, got 15"),
+        (record("arguments"), "II", [1, 17], "argument 0: tensor must be below 17, got 17"),
         (record("arguments"), "II", [3, 9], "argument 0: expression must be below 3, got 9"),
         (record("arguments"), "II", [5, 1], "argument 0: tensor map must be below 1, got 1"),
-        (record("tensor maps"), "I", [15], "tensor map 0: tensor must be below 15, got 15"),
+        (record("tensor maps"), "I", [17], "tensor map 0: tensor must be below 17, got 17"),
         (record("tensor maps") + 4, "I", [5], "type must be float16 (6), float32 (7) or bfloat16"),
         (record("tensor maps") + 8, "I", [6], "tensor map 0: rank must be in 2..5, got 6"),
         (record("tensor maps") + 8, "I", [2], "dimension 2: a size beyond the rank must be 0, got"),
@@ -294,7 +294,7 @@ def test_an_offloaded_layer_survives() -> None:
     ("offset", "form", "value", "message"),
     [
         (0, "B", 0, "bundle: not a kernel bundle: its first bytes differ"),
-        (8, "I", 3, "bundle: the version must be 5, got 3: compile the bundle, or"),
+        (8, "I", 3, "bundle: the version must be 6, got 3: compile the bundle, or"),
         (12, "I", 0, "must have 1 program or more, whose directory fits"),
         (12, "I", big("I"), "bytes, got 4294967295"),
         (16, "Q", 2**20, "bundle: truncated: the header says 1048576 bytes, got"),

@@ -113,6 +113,8 @@ PACKED: dict[str, dict[str, Any]] = {
     "int4": {"zero_points": "groups", "biases": False},
     "mxfp4": {"interleaved": True},
     "fp8": {"scales_dtype": torch.float16},
+    "nvfp4": {},
+    "int8": {"biases": False},
 }
 
 

@@ -103,7 +103,7 @@ def test_weights_that_lie_as_in_out_give_the_same_bits_too(opened, tokens, weigh
     assert torch.equal(result, launch_poisoned(plan_of(case), case))
 
 
-@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "nvfp4", "int8"])
 @pytest.mark.parametrize("tokens", [2, 40, 1500])
 def test_packed_weights_give_the_same_bits_too(opened, tokens, form):
     sizes = {"width": 512, "hidden": 256, "experts": 8}

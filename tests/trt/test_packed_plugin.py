@@ -41,11 +41,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp8": {},
     "fp8 rows": {"scales_dtype": torch.bfloat16},
     "fp8 whole": {},
+    "nvfp4": {},
+    "int8": {"group": 16},
+    "int8 rows": {"scales_dtype": torch.float16},
 }
 
 
 def small_case(form: str = "int4", op: str = "experts", **options: Any) -> PackedCase:
-    name = form if form.startswith("fp8") else form.split(maxsplit=1)[0]
+    name = form if form.endswith(("rows", "whole")) else form.split(maxsplit=1)[0]
     sizes = {"width": 64, "hidden": 32}
     case = packed_case(op, name, shape=(5,), **sizes | FORMS[form] | options)
     if name == "int4" and case.packed["w1_zero_points"] is None and options.get("biases", True):
@@ -73,6 +76,7 @@ def inputs_of(case: PackedCase) -> list[Tensor]:
     sizes = {"router_bias": (experts,), "b1": (experts, rows), "b2": (experts, width)}
     fills = {name: given["x"].new_zeros(size) for name, size in sizes.items()}
     fills |= dict.fromkeys(("w1_zero_points", "w2_zero_points"), eights)
+    fills |= dict.fromkeys(("w1_global_scales", "w2_global_scales"), torch.ones(experts, 1, 1))
     assert fills.keys() | {"selection_bias"} == set(OPTIONAL_INPUTS)
     return [fills[name] if given[name] is None else given[name] for name in names]
 
@@ -138,7 +142,10 @@ def test_the_engine_names_its_format(driver, tensorrt, tmp_path):
     assert "weight_format=int4 block_size=8 block_rows=1" in plugin.metadata()
     plugin.destroy()
     for changes, message in (
-        ({"weight_format": "int3"}, "weight_format must be one of int4, mxfp4, fp8; got 'int3'"),
+        (
+            {"weight_format": "int3"},
+            "weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got 'int3'",
+        ),
         ({"block_size": -1}, "attribute block_size must be in 0..2147483647, got -1"),
         ({"block_size": 16}, "has no kernels of this layer: "),
         ({"weight_format": "fp8"}, "has no kernels of this layer: "),
@@ -150,7 +157,7 @@ def test_the_engine_names_its_format(driver, tensorrt, tmp_path):
     del given["weight_format"]
     assert tensorrt.create(NAMES["experts"], given, layer="layer") is None
     (error,) = tensorrt.messages()
-    assert "attribute weight_format must be one of int4, mxfp4, fp8; got ''" in error
+    assert "attribute weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got ''" in error
 
 
 BAD_TENSORS = {

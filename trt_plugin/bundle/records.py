@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trt_plugin.native import call_for_json
 
-VERSION = 5
+VERSION = 6
 # Images, and programs in a file, begin at multiples of this.
 IMAGE_ALIGNMENT = 64
 
@@ -70,8 +70,8 @@ PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_EN
 TENSORS = (
     *("x", "router_weight", "router_bias", "selection_bias"),
     *("expert_ids", "expert_weights"),
-    *("w1", "w1_scales", "w1_zero_points", "b1"),
-    *("w2", "w2_scales", "w2_zero_points", "b2"),
+    *("w1", "w1_scales", "w1_zero_points", "w1_global_scales", "b1"),
+    *("w2", "w2_scales", "w2_zero_points", "w2_global_scales", "b2"),
     "y",
 )
 #: Bytes of a kernel's parameter by the argument's kind.

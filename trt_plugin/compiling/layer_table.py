@@ -96,15 +96,16 @@ def _formats() -> Iterator[str]:
     """Yields the formats of weights; that of code 0 is none."""
     yield "// A format's place is its code."
     yield "inline constexpr WeightFormat kWeightFormats[] = {"
-    yield '    {"none", 0, 1, 0, false},'
+    yield '    {"none", 0, 1, 0, false, false},'
     for code, dtype in enumerate(KERNEL_FLOATS, 1):
-        yield f"    {{{_text(FORMAT_NAMES[code - 1])}, {CODES.index(dtype)}, 1, 0, false}},"
+        yield f"    {{{_text(FORMAT_NAMES[code - 1])}, {CODES.index(dtype)}, 1, 0, false, false}},"
     values = CODES.index(torch.int8)
     for encoding in ENCODINGS.values():
         scales = sum(1 << CODES.index(dtype) for dtype in encoding.scales_dtypes)
-        zero_points = str(encoding.has_zero_points).lower()
+        beside = (encoding.has_zero_points, encoding.has_global_scales)
+        others = ", ".join(str(has).lower() for has in beside)
         name = _text(encoding.name)
-        yield f"    {{{name}, {values}, {encoding.per_byte}, {scales}, {zero_points}}},"
+        yield f"    {{{name}, {values}, {encoding.per_byte}, {scales}, {others}}},"
     yield "};"
 
 

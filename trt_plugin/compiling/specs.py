@@ -44,11 +44,11 @@ def parse_spec(text: str) -> Layer:
             (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
             ``selection_bias`` adds a selection bias of fp32. ``resident_experts`` is how many
             experts are on the device at a time (default: all). ``weight_format`` packs the weights:
-            ``int4``, ``mxfp4`` or ``fp8``; ``block_size`` columns and ``block_rows`` rows share a
-            scale (0: all) of ``scales_dtype``, and ``zero_points`` are ``none``, one for each of
-            ``scales``, or one for each of ``experts``, which is the default of ``int4`` with a
-            bias, as an exported node has it. The rest are the operator's options and the flags
-            ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
+            ``int4``, ``int8``, ``mxfp4``, ``nvfp4`` or ``fp8``; ``block_size`` columns and
+            ``block_rows`` rows share a scale (0: all) of ``scales_dtype``, and ``zero_points`` are
+            ``none``, one for each of ``scales``, or one for each of ``experts``, which is the
+            default of ``int4`` with a bias, as an exported node has it. The rest are the operator's
+            options and the flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.

@@ -66,7 +66,8 @@ typedef struct dynamo_moe_layer {
  * expert_weights [T, K]; w1 [E, F, D], or [E, D, F] where the layer has it transposed; b1 [E, F];
  * w2 [E, D, H], or [E, H, D]; b2 [E, D], with F = H, or 2H when gated. Of packed weights, w1 and w2
  * are bytes [E, F, D / n] and [E, D, H / n], n values each; scales are [E, F / R, D / C] for blocks
- * of R rows and C columns, rounded up, and zero points as these or [E, 1, 1]. */
+ * of R rows and C columns, rounded up, and zero points as these or [E, 1, 1]; global scales are
+ * float32 [E, F, 1] and [E, D, 1]. */
 typedef struct dynamo_moe_tensors {
   const void* x;
   const void* router_weight;
@@ -77,10 +78,12 @@ typedef struct dynamo_moe_tensors {
   const void* w1;
   const void* w1_scales;
   const void* w1_zero_points;
+  const void* w1_global_scales;
   const void* b1;
   const void* w2;
   const void* w2_scales;
   const void* w2_zero_points;
+  const void* w2_global_scales;
   const void* b2;
   void* y;
 } dynamo_moe_tensors;

@@ -219,6 +219,7 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
         return
     # It comes with PyTorch, which nothing else here needs.
     from custom_ops.offload import WeightSource
+    from custom_ops.packed_weights import ENCODINGS
 
     # A layer's w2 follows its w1, which follows its programs or their name; both have its record.
     # TensorRT stores all of it several times.
@@ -227,12 +228,15 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     starts = [match.start() for match in matches]
     stored: Counter[tuple[_Sources, _Sources, LayerRecord | None]] = Counter()
     for pair in zip(texts[::2], texts[1::2], strict=False):
-        w1, w2 = (
-            tuple(WeightSource.parse_lines(weight, os.fsdecode(text[0])).items())
-            for weight, text in zip(("w1", "w2"), pair, strict=True)
-        )
         before = bisect(starts, pair[0].start())
         layer = records[matches[before - 1][0]] if before else None
+        # Without a layer, the first tensors' names: all that most formats have.
+        weight_format = layer.to_dict()["weight_format"] if layer else "int4"
+        encoding = ENCODINGS.get(str(weight_format))
+        w1, w2 = (
+            tuple(WeightSource.parse_lines(weight, os.fsdecode(text[0]), encoding).items())
+            for weight, text in zip(("w1", "w2"), pair, strict=True)
+        )
         sizes = tuple(sum(source.bytes for _, source in sources) for sources in (w1, w2))
         if layer and (not layer.resident_experts or _weight_bytes(layer) != sizes):
             layer = None

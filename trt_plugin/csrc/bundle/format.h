@@ -11,7 +11,7 @@ namespace dynamo_moe::format {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read in place");
 
-inline constexpr std::uint32_t kVersion = 5;
+inline constexpr std::uint32_t kVersion = 6;
 inline constexpr std::size_t kMagicSize = 8;
 inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
 inline constexpr unsigned char kProgramMagic[kMagicSize] = {'M', 'O', 'E', 'P', 13, 10, 26, 10};
@@ -233,10 +233,12 @@ enum Tensor : std::uint32_t {
   kW1,
   kW1Scales,
   kW1ZeroPoints,
+  kW1GlobalScales,
   kB1,
   kW2,
   kW2Scales,
   kW2ZeroPoints,
+  kW2GlobalScales,
   kB2,
   kY,
   kTensors,

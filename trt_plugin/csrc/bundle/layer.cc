@@ -41,7 +41,7 @@ bool IsFloat(std::uint32_t type) {
 bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
 
 // Adds the tensors that store a matrix of every expert; false if the bytes do not fit into 64 bits.
-bool AddTensors(const dynamo_moe_layer& layer, const format::Tensor (&names)[3], std::uint64_t rows,
+bool AddTensors(const dynamo_moe_layer& layer, const format::Tensor (&names)[4], std::uint64_t rows,
                 std::uint64_t columns, std::vector<StoredTensor>* tensors) {
   const format::WeightFormat& weights = FormatOf(layer);
   const std::uint64_t block_rows = BlockRows(layer, rows);
@@ -60,7 +60,8 @@ bool AddTensors(const dynamo_moe_layer& layer, const format::Tensor (&names)[3],
          (!weights.IsPacked() || add(names[1], block_rows, block_columns, layer.scales_dtype)) &&
          (layer.zero_points == format::kNoZeroPoints ||
           add(names[2], for_each_scale ? block_rows : 1, for_each_scale ? block_columns : 1,
-              format::kI8));
+              format::kI8)) &&
+         (!weights.has_global_scales || add(names[3], rows, 1, format::kFloat32));
 }
 
 // Whether kernels share a scale among so many rows or columns; 0: all.
@@ -241,10 +242,14 @@ std::uint64_t BlockColumns(const dynamo_moe_layer& layer, std::uint64_t columns)
 
 bool StoredTensors(const dynamo_moe_layer& layer, std::vector<StoredTensor>* tensors) {
   const std::uint64_t gates = Has(layer, format::kGated) ? 2 : 1;
-  return AddTensors(layer, {format::kW1, format::kW1Scales, format::kW1ZeroPoints},
-                    gates * layer.hidden, layer.width, tensors) &&
-         AddTensors(layer, {format::kW2, format::kW2Scales, format::kW2ZeroPoints}, layer.width,
-                    layer.hidden, tensors);
+  return AddTensors(
+             layer,
+             {format::kW1, format::kW1Scales, format::kW1ZeroPoints, format::kW1GlobalScales},
+             gates * layer.hidden, layer.width, tensors) &&
+         AddTensors(
+             layer,
+             {format::kW2, format::kW2Scales, format::kW2ZeroPoints, format::kW2GlobalScales},
+             layer.width, layer.hidden, tensors);
 }
 
 bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2) {

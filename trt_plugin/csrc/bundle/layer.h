@@ -53,6 +53,7 @@ struct WeightFormat {
   std::uint32_t per_element;  // Columns of a row that an element of the values holds.
   std::uint32_t scales;       // A bit for each dtype that the scales may have; 0: there are none.
   bool has_zero_points;       // Whether there may be some.
+  bool has_global_scales;     // Whether each row has a float32 that its scales are multiplied by.
 
   bool IsPacked() const { return scales != 0; }
 };
@@ -94,7 +95,7 @@ struct StoredTensor {
   format::Tensor tensor;
   std::uint64_t bytes;
 };
-inline constexpr std::size_t kMaxStoredTensors = 6;
+inline constexpr std::size_t kMaxStoredTensors = 8;
 // Those of w1, its values first, and then those of w2; false if the bytes do not fit into 64 bits.
 bool StoredTensors(const dynamo_moe_layer& layer, std::vector<StoredTensor>* tensors);
 // The bytes of w1 and of w2; false if they do not fit.

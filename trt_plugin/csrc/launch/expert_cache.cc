@@ -22,8 +22,8 @@ Status Check(const cuda::Driver& driver, cuda::Result result, const char* functi
 }
 
 Addresses WeightsOf(const dynamo_moe_tensors& tensors) {
-  return {tensors.w1, tensors.w1_scales, tensors.w1_zero_points,
-          tensors.w2, tensors.w2_scales, tensors.w2_zero_points};
+  return {tensors.w1, tensors.w1_scales, tensors.w1_zero_points, tensors.w1_global_scales,
+          tensors.w2, tensors.w2_scales, tensors.w2_zero_points, tensors.w2_global_scales};
 }
 
 // Sets the addresses of tensors to those of their sources.

@@ -22,10 +22,20 @@ constexpr format::Tensor kDroplessInputs[] = {format::kX,  format::kRouterWeight
 constexpr format::Tensor kExpertsInputs[] = {
     format::kX,  format::kExpertIds, format::kExpertWeights, format::kW1, format::kW2,
     format::kB1, format::kB2};
-constexpr format::Tensor kDroplessPackedInputs[] = {
-    format::kX,          format::kRouterWeight, format::kW1,           format::kW2,
-    format::kW1Scales,   format::kW2Scales,     format::kW1ZeroPoints, format::kW2ZeroPoints,
-    format::kRouterBias, format::kB1,           format::kB2,           format::kSelectionBias};
+constexpr format::Tensor kDroplessPackedInputs[] = {format::kX,
+                                                    format::kRouterWeight,
+                                                    format::kW1,
+                                                    format::kW2,
+                                                    format::kW1Scales,
+                                                    format::kW2Scales,
+                                                    format::kW1ZeroPoints,
+                                                    format::kW2ZeroPoints,
+                                                    format::kW1GlobalScales,
+                                                    format::kW2GlobalScales,
+                                                    format::kRouterBias,
+                                                    format::kB1,
+                                                    format::kB2,
+                                                    format::kSelectionBias};
 constexpr format::Tensor kExpertsPackedInputs[] = {format::kX,
                                                    format::kExpertIds,
                                                    format::kExpertWeights,
@@ -35,6 +45,8 @@ constexpr format::Tensor kExpertsPackedInputs[] = {format::kX,
                                                    format::kW2Scales,
                                                    format::kW1ZeroPoints,
                                                    format::kW2ZeroPoints,
+                                                   format::kW1GlobalScales,
+                                                   format::kW2GlobalScales,
                                                    format::kB1,
                                                    format::kB2};
 static_assert(std::size(kDroplessPackedInputs) == kMaxInputs);
@@ -46,9 +58,20 @@ bool IsZeroPoints(format::Tensor tensor) {
   return tensor == format::kW1ZeroPoints || tensor == format::kW2ZeroPoints;
 }
 
+bool IsGlobalScales(format::Tensor tensor) {
+  return tensor == format::kW1GlobalScales || tensor == format::kW2GlobalScales;
+}
+
+// Whether nodes may have a tensor that their format has no use for, so that biases can come behind.
+bool IsIgnored(const dynamo_moe_layer& layer, format::Tensor tensor) {
+  return (IsZeroPoints(tensor) && !FormatOf(layer).has_zero_points) ||
+         (IsGlobalScales(tensor) && !FormatOf(layer).has_global_scales);
+}
+
 bool IsOptional(format::Tensor tensor) {
   return tensor == format::kRouterBias || tensor == format::kSelectionBias ||
-         tensor == format::kB1 || tensor == format::kB2 || IsZeroPoints(tensor);
+         tensor == format::kB1 || tensor == format::kB2 || IsZeroPoints(tensor) ||
+         IsGlobalScales(tensor);
 }
 
 std::size_t RequiredInputs(const Node& node) {
@@ -99,7 +122,7 @@ Shape ZeroPointsShape(const dynamo_moe_layer& layer, std::int64_t out, std::int6
 
 bool LiesInFile(format::Tensor tensor) {
   return tensor == format::kW1 || tensor == format::kW1Scales || tensor == format::kW2 ||
-         tensor == format::kW2Scales || IsZeroPoints(tensor);
+         tensor == format::kW2Scales || IsZeroPoints(tensor) || IsGlobalScales(tensor);
 }
 
 Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
@@ -125,6 +148,8 @@ Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
       return ScalesShape(layer, rows, width);
     case format::kW1ZeroPoints:
       return ZeroPointsShape(layer, rows, width);
+    case format::kW1GlobalScales:
+      return {{experts, rows, 1}, 3};
     case format::kB1:
       return {{experts, rows}, 2};
     case format::kW2:
@@ -133,6 +158,8 @@ Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
       return ScalesShape(layer, width, hidden);
     case format::kW2ZeroPoints:
       return ZeroPointsShape(layer, width, hidden);
+    case format::kW2GlobalScales:
+      return {{experts, width, 1}, 3};
     case format::kB2:
       return {{experts, width}, 2};
     default:
@@ -206,6 +233,9 @@ std::uint32_t AllowedIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kW1ZeroPoints:
     case format::kW2ZeroPoints:
       return 1U << format::kI8;
+    case format::kW1GlobalScales:
+    case format::kW2GlobalScales:
+      return 1U << format::kFloat32;
     default:
       return kFloats;
   }
@@ -232,12 +262,13 @@ bool IsOneForEachExpert(const Dims& dims) {
 
 // What a layer does not have must be absent, or stand for none.
 Status CheckIgnored(const dynamo_moe_layer& layer, format::Tensor tensor, const Dims& dims) {
-  if (!IsZeroPoints(tensor) || IsEmpty(dims) || IsOneForEachExpert(dims)) {
+  if (!IsIgnored(layer, tensor) || IsEmpty(dims) || IsOneForEachExpert(dims)) {
     return {};
   }
   return InvalidArgument(NameOf(tensor),
                          " must be [E, 1, 1], which stand for none: ", FormatOf(layer).name,
-                         " has no zero points, got ", ShapeText(dims));
+                         " has no ", IsZeroPoints(tensor) ? "zero points" : "global scales",
+                         ", got ", ShapeText(dims));
 }
 
 template <typename Description>
@@ -376,15 +407,16 @@ std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kW1ZeroPoints:
     case format::kW2ZeroPoints:
       return layer.zero_points != format::kNoZeroPoints ? format::kI8 : format::kNone;
+    case format::kW1GlobalScales:
+    case format::kW2GlobalScales:
+      return FormatOf(layer).has_global_scales ? format::kFloat32 : format::kNone;
     default:
       return FormatOf(layer).values;
   }
 }
 
 bool Call::Has(const dynamo_moe_layer& layer, format::Tensor wanted) const {
-  // A format without zero points may have some all the same, so that biases can come behind them.
-  const bool ignored = IsZeroPoints(wanted) && !FormatOf(layer).has_zero_points;
-  return wanted == format::kY || (!ignored && Has(wanted));
+  return wanted == format::kY || (!IsIgnored(layer, wanted) && Has(wanted));
 }
 
 Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {

@@ -16,7 +16,7 @@
 
 namespace dynamo_moe::plugin {
 
-inline constexpr std::int32_t kMaxInputs = 12;
+inline constexpr std::int32_t kMaxInputs = 14;
 inline constexpr std::int32_t kOutputs = 1;
 
 // The tensors in the order of the node's inputs.

@@ -451,10 +451,12 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
                                      tensors[format::kW1],
                                      tensors[format::kW1Scales],
                                      tensors[format::kW1ZeroPoints],
+                                     tensors[format::kW1GlobalScales],
                                      tensors[format::kB1],
                                      tensors[format::kW2],
                                      tensors[format::kW2Scales],
                                      tensors[format::kW2ZeroPoints],
+                                     tensors[format::kW2GlobalScales],
                                      tensors[format::kB2],
                                      outputs[0]};
     const auto address = reinterpret_cast<std::uintptr_t>(workspace);
