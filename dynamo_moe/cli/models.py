@@ -18,6 +18,7 @@ from rich.text import Text
 from torch import nn
 
 import dynamo_moe
+from custom_ops.packed_weights import ENCODINGS
 from dynamo_moe.cli.common import (
     Debug,
     Json,

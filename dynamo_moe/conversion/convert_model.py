@@ -20,6 +20,7 @@ from dynamo_moe.conversion.locate_layers import locate_layers
 from dynamo_moe.conversion.packing import converted_layers, experts_parameters, keep_packed
 from dynamo_moe.conversion.registry import convert_by_adapters, matching_adapters
 from dynamo_moe.conversion.reports import ConversionReport, Replacement, Unrecognised
+from dynamo_moe.conversion.torchao_weights import TorchaoWeights
 from dynamo_moe.conversion.unlocated import unlocated_layers
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.modules import ConvertedModule
@@ -86,6 +87,44 @@ def convert(
     check_model(model)
     if experts_dtype is not None and not experts_dtype.is_floating_point:
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
+    by_torchao = TorchaoWeights(model)
+    by_torchao.decode()
+    try:
+        outcomes, layers, modules = _converted(model, args, kwargs, fallback)
+    except BaseException:
+        by_torchao.encode(model)
+        by_torchao.read(model)
+        raise
+    by_torchao.encode(model)
+    if experts_dtype is not None:
+        _cast_experts(model, experts_dtype)
+    else:
+        outcomes = _noted(outcomes, keep_packed(model))
+    by_torchao.read(model)
+    outcomes = by_torchao.explained(model, outcomes)
+    if outcomes:
+        order = {path: position for position, (path, _) in enumerate(modules)}
+        outcomes.sort(key=lambda outcome: order.get(outcome.module, 0))
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Unrecognised) and not _is_around(outcome.module, layers):
+            reasons.setdefault((outcome.module, outcome.original), []).append(outcome.reason)
+    return ConversionReport(
+        tuple(outcome for outcome in outcomes if isinstance(outcome, Replacement)),
+        tuple(Unrecognised(*module, "; ".join(said)) for module, said in reasons.items()),
+    )
+
+
+_Outcomes = list[Replacement | Unrecognised]
+
+
+def _converted(
+    model: nn.Module,
+    args: tuple[Any, ...] | Tensor,
+    kwargs: Mapping[str, Any] | None,
+    fallback: str | None,
+) -> tuple[_Outcomes, _Outcomes, list[tuple[str, nn.Module]]]:
+    """Converts layers; returns all outcomes, those by numbers, and the model's modules."""
     modules = modules_by_path(model)
     experts = _experts(modules)
     outcomes = transformers_experts.convert_experts(model, experts, fallback)
@@ -100,21 +139,7 @@ def convert(
     outcomes += layers
     known = [*(outcome.module for outcome in outcomes), *_paths_of(modules, handled)]
     outcomes += unlocated_layers(modules, known)
-    if experts_dtype is not None:
-        _cast_experts(model, experts_dtype)
-    else:
-        outcomes = _noted(outcomes, keep_packed(model))
-    if outcomes:
-        order = {path: position for position, (path, _) in enumerate(modules)}
-        outcomes.sort(key=lambda outcome: order.get(outcome.module, 0))
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for outcome in outcomes:
-        if isinstance(outcome, Unrecognised) and not _is_around(outcome.module, layers):
-            reasons.setdefault((outcome.module, outcome.original), []).append(outcome.reason)
-    return ConversionReport(
-        tuple(outcome for outcome in outcomes if isinstance(outcome, Replacement)),
-        tuple(Unrecognised(*module, "; ".join(said)) for module, said in reasons.items()),
-    )
+    return outcomes, layers, modules
 
 
 def convertible_modules(model: nn.Module) -> list[str]:

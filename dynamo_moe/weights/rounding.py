@@ -78,7 +78,7 @@ def _with_zero_points(
     wide_scales_NK, zeros_NK = (
         _spread(tensor, block, *wide_NK.shape) for tensor in (scales.float(), zeros_NG)
     )
-    values = _packed_pairs(((wide_NK / wide_scales_NK).round() + zeros_NK).clamp(0, 15))
+    values = packed_pairs(((wide_NK / wide_scales_NK).round() + zeros_NK).clamp(0, 15))
     return PackedWeight(values, scales, zeros_NG.to(torch.int8))
 
 
@@ -124,17 +124,17 @@ def _codes(in_steps_NK: Tensor, elements: str) -> Tensor:
     if elements == "int8":
         return in_steps_NK.round().clamp(-128, 127).to(torch.int8)
     if elements == "uint4":
-        return _packed_pairs((in_steps_NK.round() + 8).clamp(0, 15))
+        return packed_pairs((in_steps_NK.round() + 8).clamp(0, 15))
     # E2M1: steps of 0.5 below 2, of 1 below 4, of 2 from there on.
     magnitudes = in_steps_NK.abs().clamp(max=_GREATEST[elements])
     octaves = (magnitudes >= 2).float() + (magnitudes >= 4).float()
     codes = (magnitudes / torch.exp2(octaves - 1)).round() + 2 * octaves
-    return _packed_pairs(codes + 8 * (in_steps_NK < 0).float())
+    return packed_pairs(codes + 8 * (in_steps_NK < 0).float())
 
 
-def _packed_pairs(codes_NK: Tensor) -> Tensor:
-    """Returns the bytes ``[N, K / 2]`` of codes of 4 bits, that of the even column low."""
-    pairs = codes_NK.to(torch.int16).reshape(codes_NK.shape[0], -1, 2)
+def packed_pairs(codes_NK: Tensor) -> Tensor:
+    """Returns the bytes ``[..., N, K / 2]`` of codes of 4 bits, that of the even column low."""
+    pairs = codes_NK.to(torch.int16).reshape(*codes_NK.shape[:-1], -1, 2)
     return _bytes(pairs[..., 0] + pairs[..., 1] * 16)
 
 

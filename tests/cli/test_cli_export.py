@@ -41,7 +41,7 @@ def test_quantized_experts() -> None:
     assert report["verification"]["passed"]
     for change, message in (
         (("--group", "7"), "mlp.w1 has rows of 16 values, which group=7 must divide"),
-        (("--quantize", "x"), "weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got 'x'"),
+        (("--quantize", "x"), "must be one of int4, mxfp4, fp8, nvfp4, int8; got 'x'"),
     ):
         result = run("export", "models.py", "o.onnx", *options, *change)
         assert result.exit_code == 1

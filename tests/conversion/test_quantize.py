@@ -20,6 +20,7 @@ from custom_ops import reference
 from custom_ops.packed_weights import ENCODINGS
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.weights.rounding import rounded
+from listed_experts import COUNT, HIDDEN, WIDTH, Listed, tokens
 from packed_checkpoints import (
     FAMILIES,
     arguments,
@@ -29,30 +30,7 @@ from packed_checkpoints import (
     token_ids,
 )
 
-WIDTH, HIDDEN, COUNT = 64, 32, 4
 INT4 = ENCODINGS["int4"]
-
-
-class Listed(nn.Module):
-    """Experts in a list, behind a gate."""
-
-    def __init__(self, *, bias: bool = True) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, COUNT, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(WIDTH, HIDDEN, bias=bias), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias=bias)
-            )
-            for _ in range(COUNT)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            weight = (weights * (ids == number)).sum(dim=-1, keepdim=True)
-            y = y + weight * expert(x)
-        return y
 
 
 def listed(**options: Any) -> nn.Module:
@@ -60,10 +38,6 @@ def listed(**options: Any) -> nn.Module:
     model = nn.Sequential(Listed(**options), nn.Linear(WIDTH, WIDTH)).eval()
     assert len(dynamo_moe.convert(model).replaced) == 1
     return model
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def decoded(experts: PackedExperts, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
