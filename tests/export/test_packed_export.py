@@ -133,10 +133,27 @@ def test_onnx_runtime_s_own_operator(op: str, form: str, tmp_path: Path) -> None
         torch.testing.assert_close(torch.from_numpy(result), model(x), **approximately)
 
 
-@pytest.mark.parametrize("target", ["dense", "tensorrt_moe"])
-def test_targets_that_have_no_form_of_it(target: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no form of packed weights \(int4\)"):
-        dynamo_moe.export(layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target=target)
+@pytest.mark.parametrize("form", FORMS)
+def test_dense(form: str, tmp_path: Path) -> None:
+    """Bytes are read by DequantizeLinear alone, as TensorRT needs of constants."""
+    model, path = layer("dropless", **FORMS[form]), tmp_path / "layer.onnx"
+    dynamo_moe.export(model, (tokens(2, 5),), path, target="dense")
+    graph = onnx.load(path).graph
+    packed = {each.name for each in graph.initializer if each.data_type == onnx.TensorProto.INT8}
+    readers = {node.op_type for node in graph.node if packed & {*node.input}}
+    assert readers == {"DequantizeLinear"}
+    session = ort.InferenceSession(path)
+    for batch in (0, 1, 64):
+        x = tokens(batch, 5)
+        (result,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_that_has_no_form_of_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no form of packed weights \(int4\): .* decodes"):
+        dynamo_moe.export(
+            layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target="tensorrt_moe"
+        )
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])

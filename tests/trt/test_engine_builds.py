@@ -118,7 +118,7 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_packed_weights_reach_the_plugin_as_they_are(tmp_path):
+def test_packed_weights_reach_the_plugin_as_they_are_and_need_none_in_dense_files(tmp_path):
     commands = []
     for name, options in PACKED.items():
         case = packed_case(
@@ -129,7 +129,15 @@ def test_packed_weights_reach_the_plugin_as_they_are(tmp_path):
         dynamo_moe.export(PackedLayer(case).eval(), (case.arguments["x"],), path)
         bundle_of(path, ["sm_89", "sm_120"]).save(path.with_suffix(".moek"))
         commands.append(("engine", path, "--shapes", "x=1x64:4x64:64x64", "--json"))
-    for name, done in zip(PACKED, run_commands(*commands), strict=True):
+        dense = tmp_path / f"{name}_dense.onnx"
+        dynamo_moe.export(PackedLayer(case).eval(), (case.arguments["x"],), dense, target="dense")
+        on = ("--arch", "sm_89", "--json")
+        commands.append(("engine", dense, "--shapes", "x=1x64:4x64:64x64", *on))
+    done_in_turn = run_commands(*commands)
+    for done in done_in_turn[1::2]:
+        assert done.code == 0, done
+        assert json.loads(done.out)["plugin_layers"] == []
+    for name, done in zip(PACKED, done_in_turn[::2], strict=True):
         assert done.code == 0, done
         report = json.loads(done.out)
         assert report["architectures"] == ["sm_89", "sm_120"]

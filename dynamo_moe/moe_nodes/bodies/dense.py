@@ -35,7 +35,7 @@ def experts(
 
     def parameter(name: str) -> ir.Value:
         tensors = [parameters[part] for part in stored(config, name)]
-        return loaded(op, config, name, tensors, out=f"{name}_wide")
+        return loaded(op, config, name, tensors, out=f"{name}_wide", by_floats=True)
 
     def product(rows_ETI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
         w_EOI = parameter(weight)

@@ -17,7 +17,8 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 _BIASES = ("b1", "b2")
-# The numbers of all bytes.
+# The codes of 4 bits of all bytes, and the numbers of all bytes.
+_PAIRS = np.array([(byte & 15, byte >> 4) for byte in range(256)])
 _TABLES = {
     "e8m0": np.array(E8M0),
     "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy(),
@@ -33,7 +34,13 @@ def stored(config: BodyConfig, name: str) -> dict[str, ir.DataType]:
 
 
 def loaded(
-    op: Ops, config: BodyConfig, name: str, tensors: Sequence[ir.Value], out: str
+    op: Ops,
+    config: BodyConfig,
+    name: str,
+    tensors: Sequence[ir.Value],
+    out: str,
+    *,
+    by_floats: bool = False,
 ) -> ir.Value:
     """Returns a weight, or a part of one, or a bias, in the compute dtype.
 
@@ -43,10 +50,25 @@ def loaded(
         name: ``w1``, ``b1``, ``w2`` or ``b2``.
         tensors: What holds it, as :func:`stored` lists it.
         out: The result's name, where it is not the tensor itself.
+        by_floats: Whether packed bytes are read by DequantizeLinear alone and no integers of 8 bits
+            are computed with, as TensorRT requires of constants; a CPU is slower so.
     """
     if name in _BIASES:
         return op.cast(tensors[0], config.bias_dtype, config.compute_dtype, out=out)
+    if by_floats:
+        dtypes = stored(config, name)
+        tensors = [
+            _floats(op, value, part) if dtype == ir.DataType.INT8 else value
+            for value, (part, dtype) in zip(tensors, dtypes.items(), strict=True)
+        ]
     return _LOADERS[config.shape.weight_format.encoding](op, config, tensors, name, out)
+
+
+def _floats(op: Ops, values: ir.Value, name: str) -> ir.Value:
+    unit = op.constant("unit", 1, ir.DataType.FLOAT)
+    floats = op.DequantizeLinear(values, unit, out=f"{name}_floats")
+    floats.type = ir.TensorType(ir.DataType.FLOAT)
+    return floats
 
 
 def inputs_of(config: BodyConfig, parameters: Collection[str]) -> list[str]:
@@ -67,12 +89,16 @@ def _int4(
     """``(q - zero point) * scale`` in groups of the last axis, rounded to the operands' dtype."""
     compute = config.compute_dtype
     values, scales, *zero_points = tensors
-    eight_bits = op.Cast(values, to=ir.DataType.UINT8, out=f"{name}_bytes")
-    fifteen, four = (op.constant(f"bits_{n}", n, ir.DataType.UINT8) for n in (15, 4))
-    low = op.BitwiseAnd(eight_bits, fifteen, out=f"{name}_low")
-    high = op.BitShift(eight_bits, four, direction="RIGHT", out=f"{name}_high")
-    halves = [op.Unsqueeze(half, [-1], out=f"{half.name}_1") for half in (low, high)]
-    pairs = op.Concat(*halves, axis=-1, out=f"{name}_pairs")
+    if values.dtype == ir.DataType.FLOAT:
+        table = op.constant("pairs", _PAIRS, compute)
+        pairs = op.Gather(table, _indices(op, values, name), out=f"{name}_pairs")
+    else:
+        eight_bits = op.Cast(values, to=ir.DataType.UINT8, out=f"{name}_bytes")
+        fifteen, four = (op.constant(f"bits_{n}", n, ir.DataType.UINT8) for n in (15, 4))
+        low = op.BitwiseAnd(eight_bits, fifteen, out=f"{name}_low")
+        high = op.BitShift(eight_bits, four, direction="RIGHT", out=f"{name}_high")
+        halves = [op.Unsqueeze(half, [-1], out=f"{half.name}_1") for half in (low, high)]
+        pairs = op.Concat(*halves, axis=-1, out=f"{name}_pairs")
     wide = op.Cast(scales, to=compute, out=f"{name}_scales_wide")
     codes = op.Cast(_grouped(op, config, pairs, scales, name), to=compute, out=f"{name}_codes")
     zero = op.constant("eight", 8, compute)
@@ -91,7 +117,7 @@ def _float4(
     encoding = ENCODINGS[config.shape.weight_format.encoding]
     # Zero points are there only so that others may come behind them.
     values, scales, *_ = tensors
-    numbers = op.constant("e2m1_pairs", [(E2M1[b & 15], E2M1[b >> 4]) for b in range(256)], compute)
+    numbers = op.constant("e2m1_pairs", np.array(E2M1)[_PAIRS], compute)
     table = op.constant(encoding.scale_elements, _TABLES[encoding.scale_elements], compute)
     pairs = op.Gather(numbers, _indices(op, values, name), out=f"{name}_pairs")
     wide = op.Gather(table, _indices(op, scales, f"{name}_scales"), out=f"{name}_scales_wide")
@@ -138,8 +164,13 @@ def _spread(op: Ops, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
 
 
 def _indices(op: Ops, values: ir.Value, name: str) -> ir.Value:
-    unsigned = op.Cast(values, to=ir.DataType.UINT8, out=f"{name}_bytes")
-    return op.Cast(unsigned, to=ir.DataType.INT32, out=f"{name}_indices")
+    """The places of bytes in a table of 256."""
+    if values.dtype == ir.DataType.FLOAT:
+        count = op.constant("bytes", 256, ir.DataType.FLOAT)
+        values = op.Mod(op.Add(values, count, out=f"{name}_up"), count, fmod=1, out=f"{name}_u8")
+    else:
+        values = op.Cast(values, to=ir.DataType.UINT8, out=f"{name}_bytes")
+    return op.Cast(values, to=ir.DataType.INT32, out=f"{name}_indices")
 
 
 def _grouped(

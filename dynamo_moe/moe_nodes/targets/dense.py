@@ -6,4 +6,4 @@ from dynamo_moe.moe_nodes.bodies.layer import dense_body
 from dynamo_moe.moe_nodes.bodies.of_node import of_configuration
 from dynamo_moe.moe_nodes.targets.record import Target
 
-DENSE = Target(name="dense", bodies={None: of_configuration(dense_body)})
+DENSE = Target(name="dense", bodies={None: of_configuration(dense_body)}, takes_packed_weights=True)

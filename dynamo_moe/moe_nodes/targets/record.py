@@ -57,7 +57,7 @@ class Target:
         if not shape.weight_format.is_plain and not self.takes_packed_weights:
             raise ValueError(
                 f"node {node.name!r}: target {self.name!r} has no form of packed weights "
-                f"({shape.weight_format})"
+                f"({shape.weight_format}): convert with experts_dtype decodes a checkpoint's"
             )
         if shape.layout != WeightLayout() and not self.takes_transposed_weights:
             raise ValueError(
