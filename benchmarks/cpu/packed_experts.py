@@ -86,7 +86,7 @@ def export(case: Case, folder: Path) -> dict[str, Path]:
     paths = {}
     for name, layer in layers(case):
         for target in TARGETS:
-            if target != "plugin" and name not in ("float32", "int4"):
+            if target != "plugin" and name not in ("float32", "int4", "int8"):
                 continue
             paths[f"{name}, {target}"] = path = folder / f"{name}_{target}.onnx"
             dynamo_moe.export(layer.eval(), torch.zeros(2, case.width), path, target=target)

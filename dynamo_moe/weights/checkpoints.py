@@ -48,7 +48,8 @@ def open_checkpoint(
 
     Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are; other weights
     are decoded as they are written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
-    of compressed-tensors (``pack-quantized`` with 4 bits, ``float-quantized``), GPTQ or AWQ.
+    of compressed-tensors (``pack-quantized``, ``float-quantized``, ``int-quantized``,
+    ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``), ModelOpt (NVFP4, FP8), GPTQ or AWQ.
 
     Args:
         folder: A local folder with ``config.json`` and safetensors files.
