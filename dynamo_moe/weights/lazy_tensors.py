@@ -235,6 +235,9 @@ def origin_of(
 
 # --- Rows ---
 
+# A matrix that is larger is transposed in parts.
+_MOST_TURNED_BYTES = 256 * 2**20
+
 _Rows = Callable[[int, int], Tensor]
 
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
@@ -262,11 +265,59 @@ def _row_reader(tensor: Tensor) -> _Rows | None:
             return None
         return lambda a, b: source.of([read(a, b) for read in readers if read], *rest)
     read = _row_reader(first) if isinstance(first, Tensor) and first.ndim else None
+    if read is not None and _turns(first, function, rest) and first.nbytes > _MOST_TURNED_BYTES:
+        return _TurnedRows(read, tensor)
     if read is None or not _keeps_rows(first, tensor, function, rest):
         return None
     if function in _VIEWS:
         return lambda a, b: read(a, b).reshape(b - a, *tensor.shape[1:])
     return lambda a, b: source.of(read(a, b), *rest)
+
+
+class _TurnedRows:
+    """Rows of a transposed matrix: of a quarter of them at a time, for which all of it is read."""
+
+    def __init__(self, read: _Rows, tensor: Tensor) -> None:
+        self._read, (self._length, self._columns) = read, tensor.shape
+        self._panel_rows = -(-self._length // 4)
+        self._step = max(1, CHUNK_BYTES // (self._length * tensor.dtype.itemsize))
+        self._panel: tuple[int, Tensor | None] = (0, None)
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Returns rows start to stop."""
+        parts = []
+        while start < stop:
+            first, panel = self._panel
+            if panel is None or not first <= start < first + len(panel):
+                self._panel = (0, None)  # One at a time.
+                first = start // self._panel_rows * self._panel_rows
+                panel = self._read_panel(first, min(first + self._panel_rows, self._length))
+                self._panel = first, panel
+            end = min(stop, first + len(panel))
+            parts.append(panel[start - first : end - first])
+            start = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_panel(self, first: int, last: int) -> Tensor:
+        panel: Tensor | None = None
+        for row in range(0, self._columns, self._step):
+            rows = self._read(row, min(row + self._step, self._columns))[:, first:last]
+            if panel is None:
+                panel = rows.new_empty((last - first, self._columns))
+            panel[:, row : row + len(rows)] = rows.T
+        if panel is None:
+            raise ValueError("a matrix without rows has no transposed rows")
+        return panel
+
+
+def _turns(before: Tensor, function: Callable[..., Any], rest: list[Any]) -> bool:
+    """Whether the result is a matrix, transposed."""
+    if before.ndim != 2:
+        return False
+    if function is _aten.permute.default:
+        return [axis % 2 for axis in rest[0]] == [1, 0]
+    swapped = function is _aten.transpose.int and rest[0] % 2 != rest[1] % 2
+    return function is _aten.t.default or swapped
 
 
 def _rows_of(tensor: Tensor) -> _Rows:

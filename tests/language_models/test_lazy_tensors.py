@@ -134,6 +134,31 @@ def test_rows_are_read_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(read) == VALUES["a"].nbytes + VALUES["b"].nbytes
 
 
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": lambda x: x.t(),
+    "transpose": lambda x: x.transpose(-1, 0),
+    "permute": lambda x: x.permute(1, 0),
+    "cast before": lambda x: x.half().t(),
+    "cast after": lambda x: x.t().half(),
+    "rows": lambda x: x.t().reshape(5, 7, 1),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 24, 60, 2**20])
+@pytest.mark.parametrize("name", TURNS)
+def test_a_large_matrix_is_transposed_in_parts(
+    name: str, chunk: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazy_tensors, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(lazy_tensors, "_MOST_TURNED_BYTES", 0)
+    turned, expected = TURNS[name](open_tensors(path)["matrix"]), TURNS[name](VALUES["matrix"])
+    with monkeypatch.context() as patch:
+        patch.setattr(lazy_tensors.Stored, "read", None)
+        chunks = list(turned.chunks())
+    assert torch.equal(torch.cat(chunks), expected)
+    assert torch.equal(turned.read(), expected)
+
+
 def test_where_the_values_lie(path: Path) -> None:
     values = open_tensors(path)
     origin = nn.Parameter(values["b"]).origin
