@@ -31,6 +31,7 @@ _DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _INDEX = "model.safetensors.index.json"
 # A header longer than this is not read: the format's own limit.
@@ -48,7 +49,7 @@ def open_checkpoint(
 
     Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are; other weights
     are decoded as they are written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
-    of compressed-tensors (``pack-quantized``, ``float-quantized``, ``int-quantized``,
+    with FP4 experts (DeepSeek-V4), of compressed-tensors (``pack-quantized``, ``float-quantized``, ``int-quantized``,
     ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``), ModelOpt (NVFP4, FP8), GPTQ or AWQ.
 
     Args:

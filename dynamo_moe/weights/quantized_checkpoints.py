@@ -187,17 +187,22 @@ def _mxfp4_packed(
     """compressed-tensors': matrices of E2M1 numbers with E8M0 scales."""
 
     def weight(prefix: str, values: Tensor, scales: Tensor) -> LazyTensor:
-        rows = values.shape[0]
-        fits = values.ndim == 2 and (values.dtype, scales.dtype) == (torch.uint8, torch.uint8)
-        if not fits or list(scales.shape) != [rows, values.shape[1] // 16]:
-            raise ValueError(
-                f"{prefix}.weight_packed, {list(values.shape)} of {values.dtype}, with scales "
-                f"{list(scales.shape)} of {scales.dtype} is not mxfp4"
-            )
-        packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8))
-        return _decoded("mxfp4", packed, dtype or torch.bfloat16)
+        return _float4(f"{prefix}.weight_packed", values, scales, dtype)
 
     return _read(tensors, "weight_packed", ("weight_scale",), (), weight)
+
+
+def _float4(name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None) -> LazyTensor:
+    """Returns the weight of E2M1 numbers with E8M0 scales."""
+    rows = values.shape[0]
+    fits = values.ndim == 2 and values.dtype.itemsize == 1 and scales.dtype == torch.uint8
+    if not fits or list(scales.shape) != [rows, values.shape[1] // 16]:
+        raise ValueError(
+            f"{name}, {list(values.shape)} of {values.dtype}, with scales {list(scales.shape)} of "
+            f"{scales.dtype} is not mxfp4"
+        )
+    packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8))
+    return _decoded("mxfp4", packed, dtype or torch.bfloat16)
 
 
 # A format's reader, and the bits and types of weights that it takes.
@@ -328,10 +333,27 @@ def _mxfp4(
 def _fp8(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """DeepSeek-V3's and Qwen3's: E4M3, and ``weight_scale_inv`` for each block of 128 x 128."""
+    """DeepSeek-V3's and Qwen3's: E4M3, and ``weight_scale_inv`` for each block of 128 x 128.
+
+    Of DeepSeek-V4, experts are E2M1 and scales E8M0; its own files call these ``scale``.
+    """
     check_option(config, "weight_block_size", ([128, 128], (128, 128)))
-    weight = partial(_eight_bits, dtype=dtype)
-    return _read(tensors, "weight", ("weight_scale_inv",), (), weight)
+    named = {
+        f"{prefix}.weight_scale_inv"
+        if kind == "scale" and f"{prefix}.weight" in tensors
+        else name: tensor
+        for name, tensor in tensors.items()
+        for prefix, _, kind in (name.rpartition("."),)
+    }
+
+    def weight(prefix: str, values: Tensor, scales: Tensor) -> LazyTensor:
+        if values.dtype == torch.int8 and scales.dtype == torch.float8_e8m0fnu:
+            return _float4(f"{prefix}.weight", values, scales.view(torch.uint8), dtype)
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.float()
+        return _eight_bits(prefix, values, scales, dtype)
+
+    return _read(named, "weight", ("weight_scale_inv",), (), weight)
 
 
 _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {

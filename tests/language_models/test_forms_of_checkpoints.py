@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import dynamo_moe
 from custom_ops.packed_weights import ENCODINGS
@@ -23,6 +24,7 @@ from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.packed_tensors import packed_weight
 from dynamo_moe.weights.quantized_checkpoints import with_decoded
 from dynamo_moe.weights.rounding import rounded
+from moe_architectures import ARCHITECTURES
 from packed_checkpoints import check_file, language_model, set_quantization, token_ids
 
 Stored = dict[str, Tensor]
@@ -126,6 +128,29 @@ def modelopt_fp8(weight: Tensor) -> Stored:
     }
 
 
+def deepseek_v4(weight: Tensor) -> Stored:
+    made = compressed(weight, "mxfp4-pack-quantized", arguments(4, "mxfp4", 32))
+    return {
+        "weight": made["weight_packed"].view(torch.int8),
+        "scale": made["weight_scale"].view(torch.float8_e8m0fnu),
+    }
+
+
+def deepseek_v4_decoded(stored: Stored) -> Tensor:
+    """As transformers does it."""
+    to_plain = Fp8Dequantize(None)
+    return to_plain._dequantize_one(stored["weight"], stored["scale"], torch.float32)
+
+
+def deepseek_v4_dense(weight: Tensor) -> Stored:
+    """E4M3 numbers, whose blocks have powers of two."""
+    scale = torch.exp2((weight.abs().max() / 448).log2().ceil()).reshape(1, 1)
+    return {
+        "weight": (weight / scale).to(torch.float8_e4m3fn),
+        "scale": scale.to(torch.float8_e8m0fnu),
+    }
+
+
 def gptq(weight: Tensor) -> Stored:
     """8 bits in groups, in words of four codes that are 128 more than the integers."""
     groups = weight.unflatten(-1, (-1, GROUP))
@@ -145,6 +170,7 @@ def gptq_decoded(stored: Stored) -> Tensor:
     return torch.from_numpy(codes) * stored["scales"].t().repeat_interleave(GROUP, dim=1)
 
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
 FORMS = {
     "int8 words": of_compressed_tensors("pack-quantized", "int8", arguments(8, "int", GROUP)),
     "int8 groups": of_compressed_tensors("int-quantized", "int8", arguments(8, "int", GROUP)),
@@ -163,6 +189,8 @@ FORMS = {
         modelopt_fp8,
         lambda stored: stored["weight"].float() * stored["weight_scale"],
     ),
+    "DeepSeek-V4 fp4": Form("mxfp4", BLOCKS, deepseek_v4, deepseek_v4_decoded),
+    "DeepSeek-V4 fp8": Form("fp8", BLOCKS, deepseek_v4_dense, deepseek_v4_decoded),
     "GPTQ int8": Form(
         "int8",
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True},
@@ -203,7 +231,8 @@ def test_a_matrix(name: str) -> None:
     if kind in ("nvfp4", "mxfp4"):
         values = stored.get("weight_packed", stored.get("weight"))
         assert torch.equal(packed.values.read()[0], values.view(torch.int8))
-        assert torch.equal(packed.scales.read()[0], stored["weight_scale"].view(torch.int8))
+        scales = stored.get("weight_scale", stored.get("scale"))
+        assert torch.equal(packed.scales.read()[0], scales.view(torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -230,6 +259,32 @@ def test_a_model(family: str, name: str, tmp_path: Path) -> None:
     assert exported.operators == {"DroplessMoEPacked": 2}
     check_file(path, folder)
     assert dynamo_moe.inspect(path).moe_layers[0].precision == form.encoding
+
+
+def test_deepseek_v4_by_the_names_of_its_own_files(tmp_path: Path) -> None:
+    """Beside quantised weights and their ``scale``, it has parameters of that name."""
+    folder, path = tmp_path / "model", tmp_path / "model.onnx"
+    ARCHITECTURES["deepseek_v4"].build(moe_intermediate_size=32).save_pretrained(folder)
+    stored: Stored = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        prefix = key.removesuffix("weight")
+        if ".experts." in key:
+            stored |= {prefix + k: t.contiguous() for k, t in deepseek_v4(tensor).items()}
+        elif key.endswith(("wq_a.weight", "wo_b.weight")):
+            stored |= {prefix + k: t for k, t in deepseek_v4_dense(tensor).items()}
+        else:
+            stored[key] = tensor
+    assert {"model.hc_head.hc_scale", "model.layers.0.ffn.experts.0.w1.scale"} <= stored.keys()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, BLOCKS | {"expert_dtype": "fp4"})
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    notes = ("its experts stay packed (mxfp4)",)
+    assert [replacement.notes for replacement in report.replaced] == [notes] * 2
+    shapes = {"input_ids": {0: "batch", 1: "length"}}
+    exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
+    assert exported.operators == {"DroplessMoEExpertsPacked": 2}
+    check_file(path, folder)
 
 
 REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [
