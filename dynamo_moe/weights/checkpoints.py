@@ -49,8 +49,9 @@ def open_checkpoint(
 
     Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are; other weights
     are decoded as they are written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
-    with FP4 experts (DeepSeek-V4), of compressed-tensors (``pack-quantized``, ``float-quantized``, ``int-quantized``,
-    ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``), ModelOpt (NVFP4, FP8), GPTQ or AWQ.
+    with FP4 experts (DeepSeek-V4), of compressed-tensors (``pack-quantized``, ``float-quantized``,
+    ``int-quantized``, ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``), ModelOpt (NVFP4, FP8),
+    GPTQ or AWQ.
 
     Args:
         folder: A local folder with ``config.json`` and safetensors files.
@@ -67,6 +68,15 @@ def open_checkpoint(
         ModuleNotFoundError: If transformers is not installed.
     """
     return _load(Path(folder), dtype, lazy=True)
+
+
+def _by_modelopt(folder: Path) -> dict[str, Any] | None:
+    """Returns what ModelOpt says in a file of its own, where ``config.json`` says nothing."""
+    file = folder / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    said = json.loads(file.read_text()).get("quantization", {})
+    return {"quant_method": "modelopt", **said}
 
 
 def load_checkpoint(
@@ -87,13 +97,14 @@ def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedM
     config = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
-    quantization = getattr(config, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None) or _by_modelopt(folder)
     if quantization is not None:
         try:
             tensors = with_decoded(tensors, quantization, dtype)
         except ValueError as error:
             raise ValueError(f"{folder} is quantised: {error}") from error
-        del config.quantization_config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
     name = (config.architectures or [None])[0]
     model_class = getattr(transformers, str(name), None)
     if model_class is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -285,6 +286,24 @@ def test_deepseek_v4_by_the_names_of_its_own_files(tmp_path: Path) -> None:
     exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
     assert exported.operators == {"DroplessMoEExpertsPacked": 2}
     check_file(path, folder)
+
+
+def test_modelopt_s_own_file(tmp_path: Path) -> None:
+    form, folder = FORMS["ModelOpt nvfp4"], tmp_path / "model"
+    language_model("qwen3_moe").save_pretrained(folder)
+    stored: Stored = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        prefix = key.removesuffix("weight")
+        parts = form.store(tensor.float()) if ".experts." in key else {"weight": tensor}
+        stored |= {prefix + name: part.contiguous() for name, part in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": said})
+    )
+    report = dynamo_moe.convert(dynamo_moe.open_checkpoint(folder))
+    notes = ("its experts stay packed (nvfp4)",)
+    assert [replacement.notes for replacement in report.replaced] == [notes] * 2
 
 
 REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [
