@@ -15,7 +15,7 @@ from torch import Tensor
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
 from custom_ops.expert_weights import PackedExperts
 from custom_ops.options import ExpertOptions, RouterOptions
-from custom_ops.packed_weights import PackedMatrices
+from custom_ops.packed_weights import WHOLE, PackedMatrices
 from custom_ops.weight_formats import STORED_SUFFIXES
 
 R = TypeVar("R")
@@ -127,7 +127,7 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
         any(block in second for block in first),  # Sizes may be symbols, which have no hash.
         lambda: (
             "the scales of w1 and w2 must be of blocks of one size (rows, columns), got "
-            f"{first[0]} and {second[0]}"
+            f"{_block_text(first[0])} and {_block_text(second[0])}"
         ),
     )
     _check_value(
@@ -155,6 +155,11 @@ def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptio
     for name, weight in (("w1", w1), ("w2", w2)):
         tensors = zip(STORED_SUFFIXES, weight.packed, strict=True)
         _check_devices(near, **{name + suffix: tensor for suffix, tensor in tensors})
+
+
+def _block_text(block: tuple[int, int]) -> str:
+    rows, columns = ("all" if size == WHOLE else size for size in block)
+    return f"({rows}, {columns})"
 
 
 def _check_packed_weight(

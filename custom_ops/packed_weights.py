@@ -98,9 +98,12 @@ class Encoding:
             if not is_group or columns % scales[1]:
                 return []
             # A row with one scale may be as long as it likes.
-            return [(1, columns // scales[1]), *([(1, WHOLE)] if scales[1] == 1 else [])]
-        blocks = (self.block, *self.any_of)
-        return [block for block in blocks if blocks_of(rows, columns, block) == tuple(scales)]
+            return [*([(1, WHOLE)] if scales[1] == 1 else []), (1, columns // scales[1])]
+        return [
+            block
+            for block in (self.block, *self.any_of)
+            if blocks_of(rows, columns, block) == tuple(scales) and divides(block, columns)
+        ]
 
     def scales_of(self, rows: int, columns: int) -> str:
         """Returns in words the sizes that the scales of one matrix may have."""
@@ -108,6 +111,11 @@ class Encoding:
             return f"[{rows}, G], where G divides {columns}"
         sizes = [blocks_of(rows, columns, block) for block in (self.block, *self.any_of)]
         return " or ".join(f"[{out}, {depth}]" for out, depth in dict.fromkeys(sizes))
+
+
+def divides(block: tuple[int, int], columns: int) -> bool:
+    """Whether no block of a matrix is cut off that may not be: groups of a row divide it."""
+    return block[0] != 1 or block[1] >= WHOLE or columns % block[1] == 0
 
 
 def blocks_of(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.packed_weights import PackedWeight
-from custom_ops.weight_formats import GLOBAL_SCALES, SCALES, STORED_SUFFIXES
+from custom_ops.weight_formats import GLOBAL_SCALES, STORED_SUFFIXES
 
 #: The name of the module within a layer.
 NAME = "packed_experts"
@@ -62,6 +62,16 @@ class PackedExperts(nn.Module):
         )
         return w1, w2
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves and casts, but for global scales, which half precision does not hold."""
+        names = [weight + GLOBAL_SCALES for weight in ("w1", "w2")]
+        before = {name: getattr(self, name) for name in names}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # It has no annotations.
+        for name, scales in before.items():
+            if scales is not None:
+                setattr(self, name, scales.to(getattr(self, name).device))
+        return self
+
     def extra_repr(self) -> str:
         """The format, for ``print(model)``."""
         return f"weight_format={self.weight_format!r}"
@@ -70,18 +80,16 @@ class PackedExperts(nn.Module):
         biases = {name: getattr(self, name) for name in ("b1", "b2")}
         names = [weight + suffix for weight in ("w1", "w2") for suffix in STORED_SUFFIXES]
         return {
-            **{name: _in_dtype(name, getattr(self, name)) for name in names},
+            **{name: _narrow(getattr(self, name)) for name in names},
             **{name: None if b is None else b.to(x.dtype) for name, b in biases.items()},
             "weight_format": self.weight_format,
         }
 
 
-def _in_dtype(name: str, tensor: Tensor | None) -> Tensor | None:
-    """Returns scales in a dtype that they may have, whatever ``model.double()`` made of them."""
-    if tensor is None or not name.endswith(SCALES):
-        return tensor
-    is_wide = tensor.dtype == torch.float64 or name.endswith(GLOBAL_SCALES)
-    return tensor.float() if is_wide else tensor
+def _narrow(tensor: Tensor | None) -> Tensor | None:
+    """Returns float32 for float64, to which ``model.double()`` casts the scales."""
+    wide = tensor is not None and tensor.dtype == torch.float64
+    return tensor.float() if wide and tensor is not None else tensor
 
 
 def of(layer: nn.Module) -> PackedExperts | None:

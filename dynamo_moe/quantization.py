@@ -5,7 +5,7 @@ Legend: E experts, N rows (out), K columns (in) of an expert's matrix, G columns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,14 @@ from custom_ops.packed_weights import WHOLE, Encoding, PackedWeight, blocks_of, 
 from dynamo_moe import packed_experts
 from dynamo_moe.conversion.packing import (
     converted_layers,
-    experts_parameters,
     experts_weights,
     pack_layer,
+    shared_weights,
 )
 from dynamo_moe.json_values import json_values
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.weights.lazy_tensors import LazyTensor
-from dynamo_moe.weights.rounding import rounded
+from dynamo_moe.weights.rounding import rounded, scales_dtype
 
 Scales = Callable[[str, int, Tensor], Tensor]
 """From a weight's path, an expert and its matrix ``[N, K]`` to its scales."""
@@ -135,7 +135,8 @@ def quantize(
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
     taken = {p: module for p, module in layers.items() if packed_experts.of(module) is None}
-    _check_owners(model, taken)
+    for other in shared_weights(model, taken).values():
+        raise ValueError(f"{other}: weights that are shared cannot be packed")
     for path, module in taken.items():
         weights = _detached(module)
         for name, weight in (("w1", weights.w1), ("w2", weights.w2)):
@@ -164,21 +165,6 @@ def _detached(module: nn.Module) -> ExpertWeights:
     w1, b1, w2, b2 = experts_weights(module)
     b1, b2 = (None if bias is None else bias.detach() for bias in (b1, b2))
     return ExpertWeights(w1.detach(), b1, w2.detach(), b2)
-
-
-def _check_owners(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Checks that what is released is nobody else's."""
-    owners: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(path)
-    for layer, module in layers.items():
-        prefix = f"{layer}." if layer else ""
-        for name, parameter in experts_parameters(module).items():
-            others = [p for p in owners.get(id(parameter), []) if not p.startswith(prefix)]
-            if others:
-                raise ValueError(
-                    f"{prefix}{name} is also {others[0]}: weights that are shared cannot be packed"
-                )
 
 
 def _check_options(
@@ -225,6 +211,7 @@ def _packed(
             matrix = matrix.read()
         given = None if scales is None else scales(path, expert, matrix)
         if given is not None:
+            given = given.to(scales_dtype(encoding, matrix.dtype))
             _check_scales(path, expert, given, blocks_of(matrix.shape[0], matrix.shape[1], block))
         experts.append(rounded(matrix, encoding, block, zero_points=zero_points, scales=given))
     return PackedWeight.stacked(experts)

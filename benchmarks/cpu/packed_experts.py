@@ -38,7 +38,7 @@ def layers(case: Case) -> Iterator[tuple[str, Any]]:
     import torch
     from torch import Tensor, nn
 
-    from custom_ops.packed_weights import ENCODINGS, Encoding, PackedWeight
+    from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding, PackedWeight
     from dynamo_moe.packed_experts import PackedExperts
     from dynamo_moe.weights.rounding import rounded
 
@@ -69,7 +69,7 @@ def layers(case: Case) -> Iterator[tuple[str, Any]]:
             return self.packed_experts.dropless(x, self.router_weight, top_k=case.top_k, **form)
 
     def packed(weight: Tensor, encoding: Encoding) -> PackedWeight:
-        block = encoding.block or (1, GROUP)
+        block = encoding.block or (1, WHOLE if encoding.name == "int8" else GROUP)
         return PackedWeight.stacked([rounded(matrix, encoding, block) for matrix in weight])
 
     yield "float32", Plain()

@@ -9,7 +9,7 @@ import torch
 from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import WeightLayout
-from custom_ops.packed_weights import ENCODINGS, WHOLE
+from custom_ops.packed_weights import ENCODINGS, WHOLE, divides
 from custom_ops.weight_formats import FORMAT_NAMES, WeightFormat
 
 MAX_EXPERTS = 1024
@@ -97,6 +97,11 @@ class Layer:
                 f"the kernels need scales for a power of two of columns from {SIZE_MULTIPLE} on, "
                 f"or for whole rows; got {columns}"
             )
+        for name, (_, depth) in shape.matrices.items():
+            if not divides(weight_format.block, depth):
+                raise ValueError(
+                    f"{columns} columns share a scale, which must divide the {depth} of {name}"
+                )
 
     def check_plain(self, what: str) -> None:
         """Checks that the experts' weights are plain, for what takes no others.

@@ -37,8 +37,8 @@ def elements_of(encoding):
 
 
 @triton.constexpr_function
-def _half_of(elements):
-    """Returns the root of what the bits that :func:`_code_in` makes of a code are short of."""
+def _root_of_shift(elements):
+    """Returns the root of the power of two that :func:`_code_in`'s numbers are too small by."""
     return {"e2m1": 2.0**63, "e4m3": 2.0**60}.get(elements, 1.0)
 
 
@@ -369,7 +369,7 @@ def packed_products(
     # Elements of x, in a load of 8 bytes.
     X_BITS: tl.constexpr = x_ptr.dtype.scalar.element_ty.primitive_bitwidth
     X_LOAD: tl.constexpr = 64 // X_BITS
-    HALF: tl.constexpr = _half_of(ELEMENTS)
+    HALF: tl.constexpr = _root_of_shift(ELEMENTS)
     word = start // PER_WORD + _along(n, BLOCK_K // PER_WORD, 0)
     has_word = word < WORDS
     packed = tl.load(

@@ -11,13 +11,11 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Self
-
-from custom_ops.packed_weights import Encoding
-from custom_ops.weight_formats import suffixes_of
 
 #: Names a folder of weight files that comes before the folder that a source names.
 FOLDER_VARIABLE = "DYNAMO_MOE_WEIGHTS"
@@ -134,18 +132,19 @@ class WeightSource:
         return cls(Path(path), offset, size, identity)
 
     @classmethod
-    def parse_lines(cls, weight: str, text: str, encoding: Encoding | None) -> dict[str, Self]:
+    def parse_lines(cls, weight: str, text: str, suffixes: Sequence[str]) -> dict[str, Self]:
         """Reads the sources of the tensors that store ``w1`` or ``w2``, by the tensors' names.
 
         Args:
             weight: The weight's name.
             text: A line for each tensor: the values, then those beside them.
-            encoding: How the weight is packed; None: it is plain.
+            suffixes: Those of the tensors' names, see
+                :func:`custom_ops.weight_formats.suffixes_of`.
 
         Raises:
             ValueError: If a line is no source, or there are more.
         """
-        lines, suffixes = text.split("\n"), suffixes_of(encoding)
+        lines = text.split("\n")
         if len(lines) > len(suffixes):
             raise ValueError(
                 f"{weight} has at most {len(suffixes)} tensors, got {len(lines)} sources"

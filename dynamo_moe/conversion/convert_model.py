@@ -90,17 +90,16 @@ def convert(
     by_torchao = TorchaoWeights(model)
     by_torchao.decode()
     try:
-        outcomes, layers, modules = _converted(model, args, kwargs, fallback)
-    except BaseException:
-        by_torchao.encode(model)
+        try:
+            outcomes, layers, modules = _converted(model, args, kwargs, fallback)
+        finally:
+            by_torchao.encode(model)
+        if experts_dtype is not None:
+            _cast_experts(model, experts_dtype)
+        else:
+            outcomes = _noted(outcomes, keep_packed(model))
+    finally:
         by_torchao.read(model)
-        raise
-    by_torchao.encode(model)
-    if experts_dtype is not None:
-        _cast_experts(model, experts_dtype)
-    else:
-        outcomes = _noted(outcomes, keep_packed(model))
-    by_torchao.read(model)
     outcomes = by_torchao.explained(model, outcomes)
     if outcomes:
         order = {path: position for position, (path, _) in enumerate(modules)}

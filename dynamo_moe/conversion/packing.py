@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from custom_ops.expert_weights import ExpertWeights
@@ -45,8 +47,15 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
         A note of each layer that has quantised weights, by its path.
     """
     notes = {}
-    for path, layer in converted_layers(model).items():
-        if not any(is_decoding(parameter) for parameter in experts_parameters(layer).values()):
+    layers = {
+        path: layer
+        for path, layer in converted_layers(model).items()
+        if any(map(is_decoding, experts_parameters(layer).values()))
+    }
+    shared = shared_weights(model, layers)
+    for path, layer in layers.items():
+        if path in shared:
+            notes[path] = f"its experts are decoded: {shared[path]}"
             continue
         try:
             weights = experts_weights(layer)
@@ -59,8 +68,29 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
             continue
         weight_format, w1, w2 = pair
         notes[path] = f"its experts stay packed ({weight_format})"
-        pack_layer(layer, PackedExperts(weight_format, w1, weights.b1, w2, weights.b2))
+        b1, b2 = (None if bias is None else bias.detach() for bias in (weights.b1, weights.b2))
+        pack_layer(layer, PackedExperts(weight_format, w1, b1, w2, b2))
     return notes
+
+
+def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Returns the layers whose experts' weights are not theirs alone, with what shares them.
+
+    Args:
+        model: The model.
+        layers: Some of its converted layers, by path.
+    """
+    owners: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(path)
+    shared = {}
+    for path, layer in layers.items():
+        prefix = f"{path}." if path else ""
+        for name, parameter in experts_parameters(layer).items():
+            others = [p for p in owners.get(id(parameter), []) if not p.startswith(prefix)]
+            if others:
+                shared.setdefault(path, f"{prefix}{name} is also {others[0]}")
+    return shared
 
 
 def pack_layer(layer: nn.Module, packed: PackedExperts) -> None:

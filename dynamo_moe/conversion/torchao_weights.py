@@ -102,12 +102,14 @@ class TorchaoWeights:
     def explained(
         self, model: nn.Module, outcomes: Sequence[Replacement | Unrecognised]
     ) -> list[Replacement | Unrecognised]:
-        """Returns the outcomes; where torchao's weights are the reason, it is said."""
-        left = {id(w.owner): w.reason for w in self._weights if w.packed is None}
+        """Returns the outcomes; where an error of torchao's tensors is the reason, why they are."""
+        left = {id(weight.owner): weight for weight in self._weights if weight.packed is None}
 
         def reason(outcome: Unrecognised) -> str:
             parts = map(id, model.get_submodule(outcome.module).modules())
-            return next((left[part] for part in parts if part in left), outcome.reason)
+            weights = [left[part] for part in parts if part in left]
+            named = (w for w in weights if type(w.parameter).__name__ in outcome.reason)
+            return next((weight.reason for weight in named), outcome.reason)
 
         return [
             replace(outcome, reason=reason(outcome))
@@ -148,18 +150,26 @@ def _packed(tensor: Any) -> tuple[str, PackedWeight]:
             scales = scales.expand(*scales.shape[:-2], rows, 1)
         packed = PackedWeight(tensor.qdata.view(torch.int8), scales.contiguous())
         return _checked("fp8", packed)
-    bits = {"Int8Tensor": 8, "IntxUnpackedToInt8Tensor": _bits(tensor)}.get(kind)
-    if bits == 8 and not _any(tensor.zero_point):
-        return _checked("int8", PackedWeight(tensor.qdata, tensor.scale))
-    if bits == 4 and tensor.shape[-1] % 2 == 0:
+    of = {"Int8Tensor": torch.int8, "IntxUnpackedToInt8Tensor": _target(tensor)}.get(kind)
+    has_zero_points = _any(getattr(tensor, "zero_point", None))
+    if of == torch.int8 and has_zero_points:
+        raise ValueError("has zero points, which int8 has not")
+    if of == torch.int8:
+        rows = tensor.shape[-2]
+        one = tensor.scale.shape[-2:] == (1, 1)
+        scales = tensor.scale.expand(*tensor.shape[:-2], rows, 1) if one else tensor.scale
+        return _checked("int8", PackedWeight(tensor.qdata, scales.contiguous()))
+    if str(of) == "torch.int4" and tensor.shape[-1] % 2 == 0:
         values = packed_pairs(tensor.qdata + 8)
-        zeros = (tensor.zero_point + 8).to(torch.int8) if _any(tensor.zero_point) else None
+        zeros = (tensor.zero_point + 8).to(torch.int8) if has_zero_points else None
         return _checked("int4", PackedWeight(values, tensor.scale, zeros))
-    raise ValueError(f"of {getattr(tensor, 'qdata', tensor).dtype} has no format of the operators")
+    dtype = of or getattr(tensor, "qdata", tensor).dtype
+    raise ValueError(f"of {dtype} and shape {list(tensor.shape)} has no format of the operators")
 
 
-def _bits(tensor: Any) -> int | None:
-    return {"torch.int4": 4, "torch.int8": 8}.get(str(getattr(tensor, "target_dtype", None)))
+def _target(tensor: Any) -> torch.dtype | None:
+    target: torch.dtype | None = getattr(tensor, "target_dtype", None)
+    return target
 
 
 def _any(tensor: Tensor | None) -> bool:

@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from custom_ops.offload import WeightSource
 from custom_ops.packed_weights import encoding_of
+from custom_ops.weight_formats import suffixes_of
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
 from dynamo_moe.files.offloading import OffloadedLayer
@@ -171,12 +172,12 @@ def _offloaded(layer: MoELayer, path: Path) -> OffloadedLayer:
             raise ValueError(f"{where}: {name} must be a positive integer, got {number}")
     try:
         packed = layer.attributes.get(WEIGHT_FORMAT)
-        encoding = None if packed is None else encoding_of(str(packed))
+        suffixes = suffixes_of(None if packed is None else encoding_of(str(packed)))
         tensors = {
             name: source
             for weight, attribute in SOURCES.items()
             for name, source in WeightSource.parse_lines(
-                weight, str(layer.attributes.get(attribute)), encoding
+                weight, str(layer.attributes.get(attribute)), suffixes
             ).items()
         }
     except ValueError as error:

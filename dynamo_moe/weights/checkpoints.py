@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
-from dynamo_moe.weights.quantized_checkpoints import with_decoded
+from dynamo_moe.weights.quantized_checkpoints import check_plain, with_decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,11 +100,17 @@ def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedM
     quantization = getattr(config, "quantization_config", None) or _by_modelopt(folder)
     if quantization is not None:
         try:
-            tensors = with_decoded(tensors, quantization, dtype)
+            stored_as = config.dtype if isinstance(config.dtype, torch.dtype) else None
+            tensors = with_decoded(tensors, quantization, dtype or stored_as)
         except ValueError as error:
             raise ValueError(f"{folder} is quantised: {error}") from error
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+    else:
+        try:
+            check_plain(tensors)
+        except ValueError as error:
+            raise ValueError(f"{folder} says nothing of a quantisation: {error}") from error
     name = (config.architectures or [None])[0]
     model_class = getattr(transformers, str(name), None)
     if model_class is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
-from dynamo_moe.weights.packed_tensors import decoded
+from dynamo_moe.weights.packed_tensors import decoded, is_decoding
 from dynamo_moe.weights.word_checkpoints import awq, check_option, codes_of, gptq, signed
 
 
@@ -41,7 +41,9 @@ def with_decoded(
             f"quantization method {method!r} is not taken; {', '.join(_METHODS)} are: load the "
             "model dequantised by transformers, convert and export that"
         )
-    return _METHODS[method](tensors, config, dtype)
+    decoded = _METHODS[method](tensors, config, dtype)
+    check_plain(decoded)
+    return decoded
 
 
 def _compressed_tensors(
@@ -83,9 +85,9 @@ def _pack_quantized(
         if order is not None:
             raise ValueError(f"{prefix}.weight_g_idx: groups in another order are not taken")
         per_word = 32 // bits
-        rows, columns = words.shape[0], words.shape[1] * per_word
-        groups = scales.shape[1] if scales.ndim == 2 else 0
-        if words.dtype != torch.int32 or scales.shape[0] != rows or not groups or columns % groups:
+        rows, columns = (words.shape[0], words.shape[1] * per_word) if words.ndim == 2 else (0, 0)
+        groups = scales.shape[1] if scales.ndim == 2 and scales.shape[0] == rows else 0
+        if words.dtype != torch.int32 or not groups or columns % groups:
             raise ValueError(
                 f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
                 f"{list(scales.shape)} is not packed in {bits} bits"
@@ -169,14 +171,12 @@ def _two_scales(
     name: str, values: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype | None
 ) -> LazyTensor:
     """Returns the weight of E2M1 numbers with E4M3 scales, and one for all of them."""
-    rows = values.shape[0]
-    fits = values.ndim == 2 and (values.dtype, scales.dtype) == (torch.uint8, torch.float8_e4m3fn)
-    if not fits or list(scales.shape) != [rows, values.shape[1] // 8] or factor.numel() != 1:
+    _check_float4("nvfp4", name, values, scales, torch.float8_e4m3fn)
+    if factor.numel() != 1:
         raise ValueError(
-            f"{name}, {list(values.shape)} of {values.dtype}, with scales {list(scales.shape)} of "
-            f"{scales.dtype} and {list(factor.shape)} is not nvfp4"
+            f"{name} has a scale {list(factor.shape)} for all of it, which must be one"
         )
-    factors = factor.float().reshape(1, 1).expand(rows, 1)
+    factors = factor.float().reshape(1, 1).expand(values.shape[0], 1)
     packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8), None, factors)
     return _decoded("nvfp4", packed, dtype or torch.bfloat16)
 
@@ -192,15 +192,22 @@ def _mxfp4_packed(
     return _read(tensors, "weight_packed", ("weight_scale",), (), weight)
 
 
-def _float4(name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None) -> LazyTensor:
-    """Returns the weight of E2M1 numbers with E8M0 scales."""
-    rows = values.shape[0]
-    fits = values.ndim == 2 and values.dtype.itemsize == 1 and scales.dtype == torch.uint8
-    if not fits or list(scales.shape) != [rows, values.shape[1] // 16]:
+def _check_float4(
+    encoding: str, name: str, values: Tensor, scales: Tensor, dtype: torch.dtype
+) -> None:
+    """Raises a ValueError if tensors are no matrix of two numbers to a byte, with scales."""
+    known = ENCODINGS[encoding]
+    fits = values.ndim == 2 and values.dtype in (torch.uint8, torch.int8) and scales.dtype == dtype
+    if not fits or not known.blocks(values.shape[0], 2 * values.shape[1], scales.shape):
         raise ValueError(
             f"{name}, {list(values.shape)} of {values.dtype}, with scales {list(scales.shape)} of "
-            f"{scales.dtype} is not mxfp4"
+            f"{scales.dtype} is not {encoding}"
         )
+
+
+def _float4(name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None) -> LazyTensor:
+    """Returns the weight of E2M1 numbers with E8M0 scales."""
+    _check_float4("mxfp4", name, values, scales, torch.uint8)
     packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8))
     return _decoded("mxfp4", packed, dtype or torch.bfloat16)
 
@@ -221,13 +228,13 @@ def _modelopt(
 ) -> dict[str, Tensor]:
     """NVIDIA's Model Optimizer's, of NVFP4 or of FP8 with a scale for each tensor."""
     algorithm = config.get("quant_algo")
+    scaled = [name for name in tensors if name.endswith(".pre_quant_scale")]
+    if scaled:
+        raise ValueError(f"{scaled[0]}: scales of a layer's inputs are not taken")
     if algorithm == "FP8":
         return _with_scales(tensors, dtype)
     if algorithm not in ("NVFP4", "NVFP4_AWQ"):
         raise ValueError(f"ModelOpt's quant_algo {algorithm!r} is not taken; NVFP4 and FP8 are")
-    scaled = [name for name in tensors if name.endswith(".pre_quant_scale")]
-    if scaled:
-        raise ValueError(f"{scaled[0]}: scales of a layer's inputs are not taken")
 
     def weight(prefix: str, values: Tensor, scales: Tensor, factor: Tensor) -> LazyTensor:
         return _two_scales(f"{prefix}.weight", values, scales, factor, dtype)
@@ -276,13 +283,25 @@ def _read(
             else:
                 names = " and no ".join(f"{prefix}.{part}" for part in missing)
                 raise ValueError(f"{name} has no {names}")
-        elif tensor.dtype in _FLOAT8:
-            raise ValueError(
-                f"{name}, {list(tensor.shape)}, is in float8; a weight must be a matrix to be read"
-            )
         else:
             result[name] = tensor
     return result
+
+
+def check_plain(tensors: Mapping[str, Tensor]) -> None:
+    """Checks that no tensor is quantised: it would be taken for the numbers that its codes are.
+
+    Raises:
+        ValueError: If one is, in a dtype of 8 bits.
+    """
+    for name, tensor in tensors.items():
+        is_mask = name.endswith(("bias", "mask")) and tensor.dtype == torch.uint8
+        is_coded = tensor.dtype in _FLOAT8 or (tensor.dtype in _PACKED_DTYPES and tensor.ndim > 1)
+        if is_coded and not is_mask and not is_decoding(tensor):
+            raise ValueError(
+                f"{name}, {list(tensor.shape)} of {tensor.dtype}, is quantised in no way that is "
+                "taken here: a weight has to be a matrix with its scales beside it"
+            )
 
 
 _OF_ACTIVATIONS = (

@@ -14,8 +14,8 @@ from torch.nn import functional
 from custom_ops.packed_weights import WHOLE, Encoding, PackedWeight, blocks_of
 
 _HALF = (torch.float16, torch.bfloat16)
-#: The greatest numbers of E2M1 and E4M3.
-_GREATEST = {"e2m1": 6.0, "e4m3": 448.0}
+# The greatest numbers of floats, and half of the codes of integers.
+_GREATEST = {"e2m1": 6.0, "e4m3": 448.0, "uint4": 7.5, "int8": 127.5}
 
 
 def rounded(
@@ -33,11 +33,12 @@ def rounded(
         encoding: The format.
         block: The rows and columns that share a scale.
         zero_points: Whether blocks have one, in ``int4``.
-        scales: ``[R, C]`` that are numbers; None: from the greatest and least value of each block.
+        scales: ``[R, C]``, numbers of :func:`scales_dtype`; None: from the greatest and least value
+            of each block.
     """
     wide_NK = matrix_NK.float()
     if zero_points:
-        return _with_zero_points(wide_NK, block, _dtype(matrix_NK), scales)
+        return _with_zero_points(wide_NK, block, scales_dtype(encoding, matrix_NK.dtype), scales)
     greatest_RC = _greatest(wide_NK, block)
     factors_N1, factor = None, torch.ones(())
     if encoding.has_global_scales:
@@ -47,19 +48,17 @@ def rounded(
         factors_N1 = factor.expand(wide_NK.shape[0], 1)
     if encoding.scale_elements == "e8m0":
         # An exponent of two less: that of E2M1's greatest number.
-        codes = ((greatest_RC.view(torch.int32) >> 23) - 2).clamp(min=0)
+        exponents = greatest_RC.view(torch.int32) >> 23
+        codes = torch.where(exponents == 255, 255, (exponents - 2).clamp(min=0))  # 255: NaN.
         scales, used_RC = _bytes(codes), torch.ldexp(torch.ones_like(greatest_RC), codes - 127)
     elif encoding.scale_elements == "e4m3":
         numbers = (greatest_RC / (_GREATEST[encoding.elements] * factor)).to(torch.float8_e4m3fn)
         scales, used_RC = numbers.view(torch.int8), _not_zero(numbers.float() * factor)
     elif scales is None:
-        is_float = encoding.elements in _GREATEST
-        steps = _GREATEST[encoding.elements] if is_float else _half_of_codes(encoding)
-        # Of floats a matrix has few scales.
-        scales = _not_zero(greatest_RC / steps).to(torch.float32 if is_float else _dtype(matrix_NK))
+        scales = _not_zero(greatest_RC / _GREATEST[encoding.elements])
+        scales = scales.to(scales_dtype(encoding, matrix_NK.dtype))
         used_RC = scales.float()
     else:
-        scales = scales.to(_dtype(matrix_NK))
         used_RC = scales.float()
     in_steps_NK = wide_NK / _spread(used_RC, block, *matrix_NK.shape)
     return PackedWeight(_codes(in_steps_NK, encoding.elements), scales, None, factors_N1)
@@ -72,8 +71,7 @@ def _with_zero_points(
     low_NG = -_greatest((-wide_NK).clamp(min=0), block)
     if scales is None:
         scales = (_greatest(wide_NK.clamp(min=0), block) - low_NG) / 15
-        scales = _not_zero(scales.to(dtype).float())
-    scales = scales.to(dtype)
+        scales = _not_zero(scales.to(dtype))
     zeros_NG = (-low_NG / scales.float()).round().clamp(0, 15)
     wide_scales_NK, zeros_NK = (
         _spread(tensor, block, *wide_NK.shape) for tensor in (scales.float(), zeros_NG)
@@ -82,13 +80,10 @@ def _with_zero_points(
     return PackedWeight(values, scales, zeros_NG.to(torch.int8))
 
 
-def _dtype(matrix_NK: Tensor) -> torch.dtype:
-    """The dtype of scales that are numbers."""
-    return matrix_NK.dtype if matrix_NK.dtype in _HALF else torch.float32
-
-
-def _half_of_codes(encoding: Encoding) -> float:
-    return 127.5 if encoding.elements == "int8" else 7.5
+def scales_dtype(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of scales that are numbers, of weights of a dtype."""
+    # Of floats a matrix has few scales.
+    return dtype if dtype in _HALF and encoding.elements != "e4m3" else torch.float32
 
 
 def _not_zero(scales: Tensor) -> Tensor:

@@ -149,6 +149,43 @@ def test_each_format(weight_format: str, tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model).passed
 
 
+def test_global_scales_survive_half_precision() -> None:
+    """They may be as small as float16 does not hold."""
+    model, x = listed(), tokens(4)
+    for parameter in model[0].experts.parameters():
+        parameter.data *= 1e-3
+    dynamo_moe.quantize(model, "nvfp4")
+    scales = model[0].packed_experts.w1_global_scales.clone()
+    with torch.no_grad():
+        expected = model[0](x)
+    model.half()
+    assert torch.equal(model[0].packed_experts.w1_global_scales, scales)
+    with torch.no_grad():
+        torch.testing.assert_close(model[0](x.half()).float(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "fp8"])
+def test_scales_from_elsewhere_are_checked_as_they_are_stored(weight_format: str) -> None:
+    model = listed().half()
+    sizes = {"int8": lambda m: (m.shape[0], 1), "fp8": lambda m: (1, 1)}[weight_format]
+    if weight_format == "int8":
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            dynamo_moe.quantize(
+                model, weight_format, scales=lambda *a: torch.full(sizes(a[2]), 1e-9)
+            )
+    dynamo_moe.quantize(model, weight_format, scales=lambda *a: torch.full(sizes(a[2]), 0.01))
+    dtype = torch.float32 if weight_format == "fp8" else torch.float16
+    assert model[0].packed_experts.w1_scales.dtype == dtype
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    weight = torch.randn(4, 64)
+    weight[1, 3] = torch.nan
+    for name, block in (("mxfp4", (1, 32)), ("nvfp4", (1, 16)), ("fp8", (128, 128))):
+        packed = rounded(weight, ENCODINGS[name], block)
+        assert not reference.unpacked(name, *packed)[1, 3].isfinite()
+
+
 @pytest.mark.parametrize(
     ("weight_format", "options", "message"),
     [

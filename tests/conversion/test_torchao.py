@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_zero_points_of_eight_bits() -> None:
     report = dynamo_moe.convert(model)
     (left,) = report.unrecognised
     assert left.reason == (
-        "torchao's IntxUnpackedToInt8Tensor of torch.int8 has no format of the operators: "
+        "torchao's IntxUnpackedToInt8Tensor has zero points, which int8 has not: "
         "dequantise it, then convert"
     )
 
@@ -145,3 +146,42 @@ def test_a_cast_decodes(tmp_path: Path) -> None:
         torch.testing.assert_close(model(x), expected, rtol=0, atol=2e-2)
     exported = dynamo_moe.export(model, (x,), tmp_path / "model.onnx")
     assert exported.operators == {"DroplessMoE": 1}
+
+
+def test_copies_compute() -> None:
+    model, x = quantized(Int8WeightOnlyConfig()), tokens(4)
+    dynamo_moe.convert(model)
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+
+
+def test_experts_that_another_module_has_too() -> None:
+    """They stay as they were computed with, since nobody else could do with packed ones."""
+    model = quantized(Int8WeightOnlyConfig(), bias=False)
+    other = Listed(bias=False)
+    other.experts = model[0].experts
+    model.append(other)
+    x = tokens(4)
+    with torch.no_grad():
+        expected = model(x)
+    report = dynamo_moe.convert(model)
+    assert any("is also" in note for each in report.replaced for note in each.notes)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_another_reason_stays_the_reason() -> None:
+    class Scaled(Listed):
+        def __init__(self) -> None:
+            super().__init__(bias=False)
+            self.out = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(super().forward(x)).square()
+
+    model = nn.Sequential(Scaled()).eval()
+    quantize_(model[0].out, Int8DynamicActivationInt8WeightConfig())
+    report = dynamo_moe.convert(model)
+    assert report.unrecognised
+    assert not any("torchao" in left.reason for left in report.unrecognised)

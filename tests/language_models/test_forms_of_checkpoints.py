@@ -201,6 +201,9 @@ FORMS = {
 }
 
 
+BY_ROWS, INT8_WORDS = FORMS["int8 rows"].config, FORMS["int8 words"].config
+
+
 def random_matrix(rows: int = 48, columns: int = 128) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)) * 0.02
 
@@ -307,8 +310,8 @@ def test_modelopt_s_own_file(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [
-    ("nvfp4", {"weight_global_scale": torch.ones(2)}, {}, r"\[2\] is not nvfp4"),
-    ("nvfp4", {"weight_scale": torch.ones(48, 8)}, {}, "of torch.float32 .* is not nvfp4"),
+    ("nvfp4", {"weight_global_scale": torch.ones(2)}, {}, r"a scale \[2\] for all of it"),
+    ("nvfp4", {"weight_scale": torch.ones(48, 8)}, {}, "of torch.float32 is not nvfp4"),
     ("mxfp4", {"weight_scale": torch.ones(48, 2).to(torch.uint8)}, {}, "is not mxfp4"),
     ("int8 groups", {"weight_scale": torch.ones(48, 5)}, {}, r"must be \[48, G\], where G divides"),
     ("int8 words", {"weight_scale": torch.ones(48, 5)}, {}, "is not packed in 8 bits"),
@@ -327,6 +330,46 @@ def test_what_does_not_fit_is_refused(
     form = FORMS[name]
     with pytest.raises(ValueError, match=message):
         opened(form.store(random_matrix()) | change, form.config | config)
+
+
+@pytest.mark.parametrize(
+    ("stored", "config"),
+    [
+        ({"weight": torch.ones(4, 8, 8).to(torch.int8)}, FORMS["int8 groups"].config),
+        ({"gate_up_proj": torch.ones(4, 8, 8).to(torch.uint8)}, FORMS["ModelOpt nvfp4"].config),
+        ({"gate_up_proj": torch.ones(8).to(torch.float8_e4m3fn)}, FORMS["ModelOpt fp8"].config),
+        ({"weight": torch.ones(()).to(torch.int8), "weight_scale": torch.ones(())}, BY_ROWS),
+        ({"weight_packed": torch.ones(8).int(), "weight_scale": torch.ones(())}, INT8_WORDS),
+    ],
+)
+def test_what_no_reader_takes_is_refused(stored: Stored, config: dict[str, Any]) -> None:
+    """It is never taken for the numbers that its codes are."""
+    lazy = {f"a.{name}": LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
+    with pytest.raises(ValueError, match=r"a\.(gate_up_proj|weight)"):
+        with_decoded(lazy, config, torch.float32)
+
+
+def test_codes_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    language_model("qwen3_moe").save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    stored[name] = stored[name].to(torch.float8_e4m3fn)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"says nothing of a quantisation: .*o_proj\.weight"):
+        dynamo_moe.open_checkpoint(folder)
+
+
+def test_other_weights_are_decoded_in_the_checkpoint_s_dtype(tmp_path: Path) -> None:
+    form, folder = FORMS["int8 rows"], tmp_path / "model"
+    language_model("qwen3_moe").half().save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    parts = form.store(stored["model.layers.0.self_attn.o_proj.weight"].float())
+    stored |= {f"model.layers.0.self_attn.o_proj.{name}": part for name, part in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, form.config)
+    weight = dynamo_moe.open_checkpoint(folder).model.layers[0].self_attn.o_proj.weight
+    assert torch.equal(weight.read(), form.judge(parts).half())
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "ModelOpt nvfp4", "int8 words"])

@@ -186,6 +186,43 @@ def test_tensors_that_are_not_the_layers(driver, tensorrt, tmp_path, name):
     plugin.destroy()
 
 
+def test_global_scales_that_are_not_the_layer_s(driver, tensorrt, tmp_path):
+    case = small_case("nvfp4")
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    for index, change, message in (
+        (9, lambda t: t[:, :1], "w1_global_scales must have shape [5, 32, 1], got [5, 1, 1]"),
+        (10, lambda t: t.half(), "w2_global_scales must be one of float32; got TensorRT's type"),
+        (6, lambda t: t[..., :1], "w2_scales must have shape [5, 64, 2], got [5, 64, 1]"),
+    ):
+        inputs = inputs_of(case)
+        inputs[index] = change(inputs[index])
+        described = [describe(tensor) for tensor in inputs]
+        plugin = tensorrt.create(NAMES["experts"], attributes(case, bundle), layer="layer")
+        assert plugin.configure(described, described[0]) == INVALID_ARGUMENT
+        assert message in tensorrt.messages()[-1]
+        plugin.destroy()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.half(), "w1_global_scales must be one of float32; got TensorRT's type"),
+        (lambda t: t[:1], "w1_global_scales must be [E, 1, 1], which stand for none: int8 has no"),
+    ],
+)
+def test_what_stands_for_no_global_scales(driver, tensorrt, tmp_path, change, message):
+    case = small_case("int8")
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    inputs = inputs_of(case)
+    inputs[9] = change(inputs[9])
+    described = [describe(tensor) for tensor in inputs]
+    plugin = tensorrt.create(NAMES["experts"], attributes(case, bundle), layer="layer")
+    assert plugin.configure(described, described[0]) == INVALID_ARGUMENT
+    (error,) = tensorrt.messages()
+    assert message in error
+    plugin.destroy()
+
+
 def test_zero_points_of_a_format_without_any(driver, tensorrt, tmp_path):
     """Those that stand for none are taken, as the cases with biases show."""
     case = small_case("mxfp4")
@@ -256,7 +293,9 @@ def offloaded_node(driver, case: PackedCase, folder: Path, slots: int):
     return given | {"kernels": str(folder / "model.moek")}, inputs
 
 
-@pytest.mark.parametrize("form", ["int4", "int4 zero points", "mxfp4", "fp8", "fp8 whole"])
+@pytest.mark.parametrize(
+    "form", ["int4", "int4 zero points", "mxfp4", "fp8", "fp8 whole", "nvfp4", "int8"]
+)
 def test_offloaded_experts(driver, tensorrt, tmp_path, form):
     case = small_case(form, "dropless", activation="silu", gated=True)
     given, inputs = offloaded_node(driver, case, tmp_path, slots=2)

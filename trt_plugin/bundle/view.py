@@ -19,6 +19,10 @@ _ANY_NUMBER = 2**24
 _FLAGS = ("rms_norm", "residual", "w1_transposed", "w2_transposed")
 
 
+# The numbers that bytes of scales stand for.
+_SCALES = {"mxfp4": "E8M0", "nvfp4": "E4M3 and global"}
+
+
 def bundle_view(bundle: dict[str, Any]) -> RenderableType:
     """Returns a table of kernels for each program of ``Bundle.to_dict()``."""
     programs = bundle["programs"]
@@ -84,10 +88,8 @@ def _packed_text(layer: dict[str, Any]) -> str:
     rows, columns = (layer[name] or "all" for name in ("block_rows", "block_columns"))
     zero_points = layer["zero_points"]
     more = "" if zero_points == "none" else f", zero points of {zero_points}"
-    return (
-        f", {layer['weight_format']} weights with {layer['scales_dtype']} scales of "
-        f"{rows} x {columns}{more}"
-    )
+    scales = _SCALES.get(layer["weight_format"], layer["scales_dtype"])
+    return f", {layer['weight_format']} weights with {scales} scales of {rows} x {columns}{more}"
 
 
 def _tokens(ranges: list[dict[str, Any]], kernel: int) -> str:

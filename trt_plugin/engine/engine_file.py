@@ -8,7 +8,7 @@ import os
 import re
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -39,7 +39,7 @@ _EXPORTED = b"\0dynamo_moe_program_open\0"
 _EXPERT_CACHE = re.compile(rb"expert_cache\0\x05\0{3}\x01\0{3}([\0\x01])\0{3}")
 # Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
 _LINE = rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors"
-# The tensors that store a weight: its values, scales and zero points.
+# The tensors that store a weight: its values, and up to two beside them.
 _SOURCE = re.compile(_LINE + rb"(?:\n" + _LINE + rb"){0,2}")
 
 
@@ -220,6 +220,7 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     # It comes with PyTorch, which nothing else here needs.
     from custom_ops.offload import WeightSource
     from custom_ops.packed_weights import ENCODINGS
+    from custom_ops.weight_formats import SCALES, suffixes_of
 
     # A layer's w2 follows its w1, which follows its programs or their name; both have its record.
     # TensorRT stores all of it several times.
@@ -230,11 +231,12 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     for pair in zip(texts[::2], texts[1::2], strict=False):
         before = bisect(starts, pair[0].start())
         layer = records[matches[before - 1][0]] if before else None
-        # Without a layer, the first tensors' names: all that most formats have.
-        weight_format = layer.to_dict()["weight_format"] if layer else "int4"
-        encoding = ENCODINGS.get(str(weight_format))
+        # Without a layer, it is not known what a third tensor is.
+        suffixes: Sequence[str] = ("", SCALES, "_third_tensor")
+        if layer:
+            suffixes = suffixes_of(ENCODINGS.get(str(layer.to_dict()["weight_format"])))
         w1, w2 = (
-            tuple(WeightSource.parse_lines(weight, os.fsdecode(text[0]), encoding).items())
+            tuple(WeightSource.parse_lines(weight, os.fsdecode(text[0]), suffixes).items())
             for weight, text in zip(("w1", "w2"), pair, strict=True)
         )
         sizes = tuple(sum(source.bytes for _, source in sources) for sources in (w1, w2))

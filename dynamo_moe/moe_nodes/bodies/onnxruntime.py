@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from custom_ops.packed_weights import WHOLE
 from custom_ops.weight_formats import SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import rms_scale
@@ -190,6 +191,11 @@ def _check(config: BodyConfig) -> None:
             "on a CPU: use target 'plugin'"
         )
     group = config.shape.weight_format.block[1]
+    if config.shape.weight_format.encoding == "int8" and group != WHOLE:
+        raise ValueError(
+            "com.microsoft::QMoE of ONNX Runtime 1.31 rounds tokens to 8 bits where int8 weights "
+            f"have groups, here of {group}: use target 'plugin', or one scale to a row"
+        )
     if 0 < group < _LEAST_GROUP or group & (group - 1):
         raise ValueError(
             f"com.microsoft::QMoE takes groups of {_LEAST_GROUP}, 32, 64, ... values, got {group}: "

@@ -261,9 +261,14 @@ bool IsOneForEachExpert(const Dims& dims) {
 }
 
 // What a layer does not have must be absent, or stand for none.
-Status CheckIgnored(const dynamo_moe_layer& layer, format::Tensor tensor, const Dims& dims) {
-  if (!IsIgnored(layer, tensor) || IsEmpty(dims) || IsOneForEachExpert(dims)) {
+Status CheckIgnored(const dynamo_moe_layer& layer, format::Tensor tensor,
+                    const PluginTensorDesc& description) {
+  const Dims& dims = description.dims;
+  if (!IsIgnored(layer, tensor) || IsEmpty(dims)) {
     return {};
+  }
+  if (IsOneForEachExpert(dims) && SameSize(dims.d[0], layer.experts)) {
+    return CheckAllowed(layer, tensor, description.type);
   }
   return InvalidArgument(NameOf(tensor),
                          " must be [E, 1, 1], which stand for none: ", FormatOf(layer).name,
@@ -425,7 +430,7 @@ Status CheckCall(const dynamo_moe_layer& layer, const Call& call) {
     const format::Tensor tensor = call.tensor(i);
     const bool present = call.Has(layer, tensor);
     if (!present && DtypeIn(layer, tensor) == format::kNone) {
-      DYNAMO_MOE_RETURN_IF_ERROR(CheckIgnored(layer, tensor, call.at(i).dims));
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckIgnored(layer, tensor, call.at(i)));
       continue;
     }
     if (present != (DtypeIn(layer, tensor) != format::kNone)) {
