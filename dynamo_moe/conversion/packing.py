@@ -83,7 +83,7 @@ def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
     owners: dict[int, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(path)
-    shared = {}
+    shared: dict[str, str] = {}
     for path, layer in layers.items():
         prefix = f"{path}." if path else ""
         for name, parameter in experts_parameters(layer).items():
