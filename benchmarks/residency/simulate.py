@@ -3,10 +3,10 @@
     python -m benchmarks.residency.simulate --json result.json --plot result.png
 
 A layer keeps R of its E experts on the device; the others are copied from host memory when a token
-chooses them. Simulated are shapes of published models in bfloat16, one token a step and 256, on
-routing that small trained models chose (`benchmarks.residency.record`) and on drawn routing.
-`benchmarks.residency.timeline` says what the times contain. Nothing runs on a GPU: with
-``--measured``, the picture also has what `benchmarks.residency.measure` timed on one.
+chooses them. Simulated are shapes of published models, one token a step and 256, in bfloat16 and
+some of them packed, on routing that small trained models chose (`benchmarks.residency.record`) and
+on drawn routing. `benchmarks.residency.timeline` says what the times contain. Nothing runs on a
+GPU: with ``--measured``, the picture also has what `benchmarks.residency.measure` timed on one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from benchmarks.common.plots import SMALL, panels
 from benchmarks.common.report import (
@@ -34,6 +36,7 @@ from benchmarks.gpu.layers import SHAPES, Shape
 from benchmarks.residency import traces
 from benchmarks.residency.policies import BELADY, HINTED, LFU, LRU, NONE, POLICIES, Hinted, Steps
 from benchmarks.residency.timeline import (
+    BF16,
     LAUNCH,
     LINKS,
     Link,
@@ -41,6 +44,7 @@ from benchmarks.residency.timeline import (
     slot_bytes,
     step_seconds,
 )
+from custom_ops.weight_formats import WeightFormat, packed_format
 
 TOKENS = 4096  # of a trace
 PER_STEP = (1, 256)
@@ -59,19 +63,35 @@ class Case:
     shape: Shape
     per_step: int
     kind: str
+    format_name: str = "bf16"
 
     @property
     def name(self) -> str:
         """The text that ``--case`` searches."""
-        return f"{self.shape.title}, T={self.per_step}, {self.kind}"
+        stored = "" if self.stored is BF16 else f", {self.format_name}"
+        return f"{self.shape.title}, T={self.per_step}, {self.kind}{stored}"
+
+    @property
+    def stored(self) -> WeightFormat:
+        """How the weights are stored, in host memory and in slots."""
+        return FORMATS[self.format_name]
 
 
+#: By the names of the cases.
+FORMATS = {
+    "bf16": BF16,
+    "int4": packed_format("int4", torch.bfloat16, torch.bfloat16, (1, 128)),
+    "mxfp4": packed_format("mxfp4", torch.bfloat16, torch.int8, (1, 32)),
+    "fp8": packed_format("fp8", torch.bfloat16, torch.float32, (128, 128)),
+}
+#: As the models are published, and Qwen3 by GPTQ.
+PUBLISHED = {"gpt-oss": "mxfp4", "deepseek": "fp8", "qwen3": "int4"}
 CASES = [
     Case(SHAPES[name], per_step, kind)
     for name in traces.SIMULATED
     for per_step in PER_STEP
     for kind in traces.KINDS
-]
+] + [Case(SHAPES[name], 1, traces.RECORDED, stored) for name, stored in PUBLISHED.items()]
 
 
 def slots(experts: int) -> Iterator[int]:
@@ -114,6 +134,7 @@ class Run:
                 active=active,
                 copied=copied,
                 resident=resident,
+                stored=case.stored,
             )
             for active, copied in zip(self.active, self.copied, strict=True)
         )
@@ -147,7 +168,7 @@ def simulate(case: Case, tokens: int) -> dict[str, Any]:
         runs = {policy: run(policy, layers, experts, resident) for policy in POLICIES}
         return {
             "resident": resident,
-            "GB": count * resident * slot_bytes(case.shape) / 1e9,
+            "GB": count * resident * slot_bytes(case.shape, case.stored) / 1e9,
             "hit rate": {policy: round(found.hit_rate, 4) for policy, found in runs.items()},
             "copied ahead": round(runs[HINTED].ahead, 3),
             "ms": {
@@ -165,11 +186,14 @@ def simulate(case: Case, tokens: int) -> dict[str, Any]:
         "shape": case.shape.name,
         "tokens": case.per_step,
         "routing": case.kind,
+        "weights": case.format_name,
         "top_k": case.shape.top_k,
         "active": round(active, 2),
         "repeated": round(traces.repeated(ids_LTK), 4),
         "ms, all on the device": {
-            link.name: float(f"{per_token * resident_seconds(case.shape, link, active):.4g}")
+            link.name: float(
+                f"{per_token * resident_seconds(case.shape, link, active, case.stored):.4g}"
+            )
             for link in LINKS
         },
         "rows": [row(resident) for resident in slots(experts)],
@@ -197,7 +221,9 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws hit rates above and times per token below, a column a model, one token a step."""
     cases = {
-        (case["shape"], case["routing"]): case for case in result["cases"] if case["tokens"] == 1
+        (case["shape"], case["routing"]): case
+        for case in result["cases"]
+        if case["tokens"] == 1 and case["weights"] == "bf16"
     }
     shapes = [name for name in traces.SIMULATED if (name, traces.RECORDED) in cases]
     measured = {

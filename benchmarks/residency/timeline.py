@@ -4,7 +4,8 @@ A wave is four launches: the copy of the first weights, the first product, the c
 weights, the second product. Copies are on a stream of their own. A product waits for its wave's
 copy; a copy waits for the product that reads the slots before it, which is the last wave's.
 
-Only bytes count: of copies over the bus, of products' weights over the device's memory. Every
+Only bytes count: of copies over the bus, of products' weights over the device's memory, which
+decoding packed weights may not keep up with. Every
 launch, also one with nothing to do, adds :data:`LAUNCH`. Left out are the router, whatever stands
 between MoE layers, and that copies and products share the device's memory.
 
@@ -16,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.gpu.layers import Shape
+from custom_ops.weight_formats import WeightFormat, plain_format
 
 #: Seconds from one launch's end to the next one's start; an assumption.
 LAUNCH = 2e-6
-BYTES = 2  # of a bfloat16
+BF16 = plain_format(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,10 @@ LINKS = (
 )
 
 
-def w1_bytes(shape: Shape) -> int:
-    """Bytes of an expert's first weights, ``[F, D]``."""
-    return BYTES * shape.rows * shape.width
-
-
-def w2_bytes(shape: Shape) -> int:
-    """Bytes of an expert's second weights, ``[D, H]``."""
-    return BYTES * shape.width * shape.hidden
+def weight_bytes(shape: Shape, stored: WeightFormat) -> tuple[int, int]:
+    """Returns the bytes of an expert's weights ``[F, D]`` and ``[D, H]``, with their scales."""
+    first = stored.expert_bytes(shape.rows, shape.width)
+    return first, stored.expert_bytes(shape.width, shape.hidden)
 
 
 def waves(active: int, copied: int, resident: int) -> Iterator[tuple[int, int]]:
@@ -65,11 +65,18 @@ def waves(active: int, copied: int, resident: int) -> Iterator[tuple[int, int]]:
 
 
 def step_seconds(
-    shape: Shape, link: Link, *, tokens: int, active: int, copied: int, resident: int
+    shape: Shape,
+    link: Link,
+    *,
+    tokens: int,
+    active: int,
+    copied: int,
+    resident: int,
+    stored: WeightFormat = BF16,
 ) -> float:
     """Returns how long one layer takes for ``tokens``, of which ``copied`` experts are copied."""
     launched = -(-min(shape.experts, tokens * shape.top_k) // resident)
-    sizes = w1_bytes(shape), w2_bytes(shape)
+    sizes = weight_bytes(shape, stored)
     stream = side = 0.0
     ended = [0.0, 0.0]  # the last wave's products
     done = 0
@@ -82,11 +89,11 @@ def step_seconds(
     return stream + 2 * LAUNCH * (launched - done)
 
 
-def resident_seconds(shape: Shape, link: Link, active: float) -> float:
+def resident_seconds(shape: Shape, link: Link, active: float, stored: WeightFormat = BF16) -> float:
     """Returns how long a layer takes whose experts are all on the device."""
-    return 2 * LAUNCH + active * (w1_bytes(shape) + w2_bytes(shape)) / link.memory
+    return 2 * LAUNCH + active * sum(weight_bytes(shape, stored)) / link.memory
 
 
-def slot_bytes(shape: Shape) -> int:
+def slot_bytes(shape: Shape, stored: WeightFormat = BF16) -> int:
     """Bytes of the device's memory that one slot of one layer takes."""
-    return w1_bytes(shape) + w2_bytes(shape)
+    return sum(weight_bytes(shape, stored))

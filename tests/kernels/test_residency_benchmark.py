@@ -22,8 +22,19 @@ pytest.importorskip("triton")
 from benchmarks.gpu.layers import SHAPES
 from benchmarks.residency import measure, record, simulate, traces
 from benchmarks.residency.policies import BELADY, HINTED, LFU, LRU, NONE, POLICIES, Hinted
-from benchmarks.residency.timeline import LAUNCH, Link, resident_seconds, step_seconds, waves
+from benchmarks.residency.timeline import (
+    BF16,
+    LAUNCH,
+    Link,
+    resident_seconds,
+    slot_bytes,
+    step_seconds,
+    waves,
+    weight_bytes,
+)
 from custom_ops.kernels.architectures import architecture
+from custom_ops.packed_weights import WHOLE
+from custom_ops.weight_formats import packed_format
 
 EXPERTS = 6
 STEPS = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, unique=True), max_size=12)
@@ -159,6 +170,18 @@ def test_hits_alone_wait_for_launches_only():
     seconds = step_seconds(SHAPE, LINK, tokens=1, active=2, copied=0, resident=2)
     assert seconds == pytest.approx(LAUNCH + LAUNCH + 16e-6 + LAUNCH + 8e-6)
     assert resident_seconds(SHAPE, LINK, 2) == pytest.approx(2 * LAUNCH + 24e-6)
+
+
+def test_packed_experts_take_the_time_of_their_bytes() -> None:
+    packed = packed_format("int8", torch.bfloat16, torch.bfloat16, (1, WHOLE))
+    first, second = weight_bytes(SHAPE, packed)
+    assert first == SHAPE.rows * (SHAPE.width + 2)
+    assert second == SHAPE.width * (SHAPE.hidden + 2)
+    assert slot_bytes(SHAPE, packed) == first + second
+    given = {"tokens": 1, "active": 2, "copied": 0, "resident": 2}
+    times = [step_seconds(SHAPE, LINK, stored=stored, **given) for stored in (BF16, packed)]
+    ratio = (times[1] - 2 * LAUNCH) / (times[0] - 2 * LAUNCH)
+    assert ratio == pytest.approx(slot_bytes(SHAPE, packed) / slot_bytes(SHAPE))
 
 
 def test_a_wave_copies_beside_the_products_of_the_one_before():
