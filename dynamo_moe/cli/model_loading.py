@@ -27,6 +27,18 @@ class UsageError(ValueError):
     """The command line asks for something that does not exist or makes no sense."""
 
 
+def is_checkpoint(model: str) -> bool:
+    """Whether a MODEL on the command line is the folder of a checkpoint.
+
+    Raises:
+        UsageError: If it is a folder of something else.
+    """
+    folder = Path(model)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is a folder without config.json: no checkpoint")
+    return folder.is_dir()
+
+
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     """Returns the model of ``package.module:factory`` or ``path/to/file.py:factory``.
 

@@ -35,6 +35,7 @@ from dynamo_moe.cli.common import (
 from dynamo_moe.cli.model_loading import (
     UsageError,
     check_example,
+    is_checkpoint,
     load_model,
     parse_dynamic,
     parse_shapes,
@@ -44,6 +45,10 @@ from dynamo_moe.progress.display import shown
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
+# The panels of options that few need.
+_CHECKPOINTS = "Of checkpoints of transformers"
+_FILE = "Form of the file"
+_WEIGHTS = "Its weights"
 _FACTORY = (
     "[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns the model, "
     "or (model, args). Without [cyan]:factory[/] it is called model or build."
@@ -55,17 +60,31 @@ _FACTORY = (
     "[cyan]dynamo-moe export my_models.swin:build swin.onnx --shape 1,3,224,224 --verify[/]\n\n"
     "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --experts-dtype float16[/]\n\n"
     "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --dynamic ids:1=sequence[/]\n\n"
-    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --experts-dtype float16[/]\n\n"
-    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --quantize int4 --group 128[/]"
+    "[cyan]dynamo-moe export Qwen3-30B-A3B qwen3.onnx --experts-dtype float16[/]\n\n"
+    "[cyan]dynamo-moe export Qwen3-30B-A3B -o qwen3.onnx --quantize int4 --group 128[/]"
 )
 def export(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help=f"{_FACTORY} With [cyan]--hf[/]: a checkpoint's folder."
+            metavar="MODEL", help=f"{_FACTORY} Or the folder of a checkpoint of transformers."
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT.onnx", help="The file to write.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="OUT.onnx", help="The same, as an option."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Shape of an example input, once for each input: [cyan]1,3,224,224[/] or "
+            "[cyan]2,128:int64[/]. Default: the args of the factory.",
+        ),
+    ] = None,
     target: Annotated[
         TargetName,
         typer.Option(
@@ -76,27 +95,18 @@ def export(
             "TRT_MoE, experimental.",
         ),
     ] = DEFAULT_TARGET,
-    body: Annotated[
-        BodyName,
+    verify: Annotated[
+        bool,
         typer.Option(
-            metavar="BODY",
-            help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
-            "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
-            "at load; faster for few rows per expert, but loads for seconds and holds a copy.",
+            "--verify",
+            help="Then run the file in ONNX Runtime and compare. Until it agrees with the model it "
+            "is called OUT.unverified.onnx.",
         ),
-    ] = DEFAULT_BODY,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SIZES",
-            help="Shape of an example input, once for each input: [cyan]1,3,224,224[/] or "
-            "[cyan]2,128:int64[/]. Default: the args of the factory.",
-        ),
-    ] = None,
+    ] = False,
     dynamic: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME:DIM=LABEL",
+            metavar="NAME:DIM",
             help="Make a dimension of an input symbolic, besides the batch; may be repeated: "
             "[cyan]ids:1=sequence[/]. Without a label it is static: [cyan]scale:0=[/]",
         ),
@@ -104,12 +114,6 @@ def export(
     static: Annotated[
         bool, typer.Option("--static", help="Fix every dimension, the batch too.")
     ] = False,
-    opset: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Version of the standard operators, at least 18.", show_default="20"
-        ),
-    ] = None,
     experts_dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -135,68 +139,6 @@ def export(
             show_default="32 in int4, a row in int8",
         ),
     ] = None,
-    hf: Annotated[
-        bool,
-        typer.Option(
-            "--hf",
-            help="MODEL is the folder of a checkpoint of transformers: config.json and "
-            "safetensors. Its weights are streamed, never held.",
-        ),
-    ] = False,
-    task: Annotated[
-        Literal["text-generation-with-past", "text-generation", "feature-extraction"] | None,
-        typer.Option(
-            metavar="TASK",
-            help="With --hf, what the file does: [cyan]text-generation-with-past[/], "
-            "[cyan]text-generation[/] or [cyan]feature-extraction[/].",
-            show_default="text-generation-with-past",
-        ),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            metavar="DTYPE", help="With --hf: cast all weights. Default: as in the checkpoint."
-        ),
-    ] = None,
-    fallback: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="transformers' implementation of experts that no MoE operator can compute, such "
-            "as [cyan]batched_mm[/].",
-        ),
-    ] = None,
-    link_weights: Annotated[
-        bool,
-        typer.Option(
-            "--link-weights",
-            help="With --hf: weights that need no change stay in the checkpoint's files, which "
-            "OUT.onnx, beside them, refers to.",
-        ),
-    ] = False,
-    layers_as_functions: Annotated[
-        bool,
-        typer.Option(
-            "--layers-as-functions",
-            help="Blocks that repeat are calls of one function: a small graph, which shows the "
-            "architecture.",
-        ),
-    ] = False,
-    repeated_blocks: Annotated[
-        Literal["auto", "off"],
-        typer.Option(
-            "--repeated-blocks",
-            help="[cyan]auto[/]: of blocks that all run the same operators, three are traced; "
-            "[cyan]off[/]: each of them.",
-        ),
-    ] = "auto",
-    external_data: Annotated[
-        bool | None,
-        typer.Option(
-            "--external-data/--no-external-data",
-            help="Weights in a file beside OUT.onnx, or inside it. Default: beside it above 2 GB.",
-        ),
-    ] = None,
     strict: Annotated[
         bool,
         typer.Option(
@@ -205,14 +147,96 @@ def export(
             "converted.",
         ),
     ] = False,
-    verify: Annotated[
+    task: Annotated[
+        Literal["text-generation-with-past", "text-generation", "feature-extraction"] | None,
+        typer.Option(
+            metavar="TASK",
+            help="What the file does: [cyan]text-generation-with-past[/], "
+            "[cyan]text-generation[/] or [cyan]feature-extraction[/].",
+            show_default="text-generation-with-past",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Cast all weights. Default: as they are in the checkpoint.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    link_weights: Annotated[
         bool,
         typer.Option(
-            "--verify",
-            help="Then run the file in ONNX Runtime and compare. Until it agrees with the model it "
-            "is called OUT.unverified.onnx.",
+            "--link-weights",
+            help="Weights that need no change stay in the checkpoint's files, which OUT.onnx, "
+            "beside them, refers to.",
+            rich_help_panel=_CHECKPOINTS,
         ),
     ] = False,
+    fallback: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="transformers' implementation of experts that no MoE operator can compute, such "
+            "as [cyan]batched_mm[/].",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    hf: Annotated[
+        bool,
+        typer.Option(
+            "--hf",
+            help="MODEL is the folder of a checkpoint, config.json and safetensors, and nothing "
+            "else. Its weights are streamed, never held.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = False,
+    body: Annotated[
+        BodyName,
+        typer.Option(
+            metavar="BODY",
+            help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
+            "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
+            "at load; faster for few rows per expert, but loads for seconds and holds a copy.",
+            rich_help_panel=_FILE,
+        ),
+    ] = DEFAULT_BODY,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Version of the standard operators, at least 18.",
+            show_default="20",
+            rich_help_panel=_FILE,
+        ),
+    ] = None,
+    external_data: Annotated[
+        bool | None,
+        typer.Option(
+            "--external-data/--no-external-data",
+            help="Weights in a file beside OUT.onnx, or inside it. Default: beside it above 2 GB.",
+            rich_help_panel=_WEIGHTS,
+        ),
+    ] = None,
+    layers_as_functions: Annotated[
+        bool,
+        typer.Option(
+            "--layers-as-functions",
+            help="Blocks that repeat are calls of one function: a small graph, which shows the "
+            "architecture.",
+            rich_help_panel=_FILE,
+        ),
+    ] = False,
+    repeated_blocks: Annotated[
+        Literal["auto", "off"],
+        typer.Option(
+            "--repeated-blocks",
+            help="[cyan]auto[/]: of blocks that all run the same operators, three are traced; "
+            "[cyan]off[/]: each of them.",
+            rich_help_panel=_FILE,
+        ),
+    ] = "auto",
     profile: Annotated[
         bool,
         typer.Option(
@@ -232,10 +256,14 @@ def export(
             raise UsageError("--static and --dynamic contradict each other")
         if group is not None and not quantize:
             raise UsageError("--group needs --quantize")
+        out = _one_output(out, output)
+        hf = hf or is_checkpoint(model)
         if hf and (shape or dynamic or static):
-            raise UsageError("--shape, --dynamic and --static do not go with --hf")
+            raise UsageError("--shape, --dynamic and --static do not go with a checkpoint")
         if not hf and (task or dtype or link_weights):
-            raise UsageError("--task, --dtype and --link-weights need --hf")
+            raise UsageError(
+                "--task, --dtype and --link-weights need a checkpoint: a folder with config.json"
+            )
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
         options["repeated_blocks"] = repeated_blocks
@@ -286,7 +314,12 @@ def export(
 )
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="An exported file.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_FACTORY)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help=f"{_FACTORY} Or the folder of a checkpoint of transformers."
+        ),
+    ],
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -294,6 +327,10 @@ def verify(
             help="Shape to try, once for each input: [cyan]4,3,224,224[/]. "
             "Default: several batch sizes and lengths.",
         ),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(metavar="DTYPE", help="Of a checkpoint: as it was exported with --dtype."),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -304,10 +341,27 @@ def verify(
     with failures(debug):
         need_file(file)
         _need_onnxruntime()
-        module, args = _load(console, model, shape)
+        args: tuple[Any, ...] | None = None
+        if is_checkpoint(model):
+            if shape:
+                raise UsageError("--shape does not go with a checkpoint")
+            module: nn.Module = _load_checkpoint(console, Path(model), _torch_dtype(dtype), {})
+        elif dtype:
+            raise UsageError("--dtype needs a checkpoint: a folder with config.json")
+        else:
+            module, args = _load(console, model, shape)
         report = _verify(console, file, module, [args] if shape and args else None)
         print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
+
+
+def _one_output(argument: Path | None, option: Path | None) -> Path:
+    if argument is not None and option is not None:
+        raise UsageError(f"where to write to is said twice: {argument} and -o {option}")
+    out = argument or option
+    if out is None:
+        raise UsageError("where to write to: name a file, or -o OUT.onnx")
+    return out
 
 
 @dataclass

@@ -210,9 +210,12 @@ def test_export_needs_inputs_and_a_folder() -> None:
     ("arguments", "message"),
     [
         (["--hf", "absent", "m.onnx"], "there is no folder absent"),
-        (["--hf", "absent", "m.onnx", "--static"], "do not go with --hf"),
-        (["model.py", "m.onnx", "--link-weights"], "need --hf"),
+        (["--hf", "absent", "m.onnx", "--static"], "do not go with a checkpoint"),
+        (["model.py", "m.onnx", "--link-weights"], "need a checkpoint"),
         (["model.py", "m.onnx", "--group", "32"], "--group needs --quantize"),
+        ([".", "m.onnx"], ". is a folder without config.json: no checkpoint"),
+        (["model.py"], "name a file, or -o OUT.onnx"),
+        (["model.py", "m.onnx", "-o", "n.onnx"], "is said twice: m.onnx and -o n.onnx"),
     ],
 )
 def test_wrong_uses_of_checkpoints(arguments: list[str], message: str) -> None:

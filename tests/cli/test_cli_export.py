@@ -171,7 +171,7 @@ def test_export_of_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     ARCHITECTURES["mixtral"].build().save_pretrained(folder)
     out = tmp_path / "m.onnx"
-    options = ["--hf", folder, out, "--task", "text-generation", "--link-weights", "--dtype"]
+    options = [folder, "-o", out, "--task", "text-generation", "--link-weights", "--dtype"]
     result = run("export", *map(str, options), "float32", "--verify", "--json", "-q")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
@@ -179,3 +179,6 @@ def test_export_of_a_checkpoint(tmp_path: Path) -> None:
     assert report["operators"] == {"DroplessMoE": 2}
     assert report["verification"]["passed"]
     assert not result.stderr
+    result = run("verify", str(out), str(folder), "--dtype", "float32", "--json", "-q")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["passed"]
