@@ -97,8 +97,10 @@ class Encoding:
             is_group = len(scales) == 2 and scales[0] == rows and scales[1] >= 1
             if not is_group or columns % scales[1]:
                 return []
-            # A row with one scale may be as long as it likes.
-            return [*([(1, WHOLE)] if scales[1] == 1 else []), (1, columns // scales[1])]
+            # A row with one scale may be as long as it likes. What ONNX Runtime's QMoE takes comes
+            # first: whole rows of int8, but of int4 groups, of which alone it has zero points.
+            found = [(1, columns // scales[1]), *([(1, WHOLE)] if scales[1] == 1 else [])]
+            return found if self.has_zero_points else found[::-1]
         return [
             block
             for block in (self.block, *self.any_of)

@@ -45,12 +45,10 @@ class _Weight:
         """Puts a parameter in its place."""
         self.owner.register_parameter(self.name, nn.Parameter(value, requires_grad=False))
 
-    def lazy(self) -> LazyTensor:
-        """Returns the matrix, decoded when it is read."""
-        packed = None if self.packed is None else self.packed.each(LazyTensor.of_memory)
-        if packed is None:
-            raise ValueError(self.reason)
-        return decoded(self.encoding, packed, tuple(self.parameter.shape), self.parameter.dtype)
+    def lazy(self, packed: PackedWeight) -> LazyTensor:
+        """Returns the matrix of the packed tensors, decoded when it is read."""
+        shape, dtype = tuple(self.parameter.shape), self.parameter.dtype
+        return decoded(self.encoding, packed.each(LazyTensor.of_memory), shape, dtype)
 
 
 class TorchaoWeights:
@@ -68,7 +66,7 @@ class TorchaoWeights:
         """Puts plain parameters in their place, of those that the operators can have packed."""
         for weight in self._weights:
             if weight.packed is not None:
-                weight.put(weight.lazy().read())
+                weight.put(weight.lazy(weight.packed).read())
 
     def encode(self, model: nn.Module) -> None:
         """Puts back what torchao made, and in converted layers what they can have packed."""
@@ -83,7 +81,7 @@ class TorchaoWeights:
             if weight.packed is None:
                 continue
             if id(getattr(weight.owner, weight.name, None)) in inside:
-                weight.put(weight.lazy())
+                weight.put(weight.lazy(weight.packed))
             else:
                 weight.owner.register_parameter(weight.name, weight.parameter)
 

@@ -41,12 +41,14 @@ FORMS |= {
     "int8": GATED | {"weight_format": "int8", "group": 16, "biases": False},
     "int8 rows": GATED | {"weight_format": "int8 rows", "biases": False},
     "int4 rows": GATED | {"weight_format": "int4 rows", "biases": False},
+    "int4 rows, zero points": GATED | {"weight_format": "int4 rows", "zero_points": "groups"},
     "int8 with biases": {"weight_format": "int8", "scales_dtype": torch.float16},
 }
 _OF_QMOE = [
     name
     for name, form in FORMS.items()
-    if form.get("weight_format") in (None, "int4 rows", "int8 rows") and name != "on input"
+    if form.get("weight_format") in (None, "int4 rows", "int8 rows")
+    and name not in ("on input", "int4 rows, zero points")
 ]
 
 
@@ -163,6 +165,12 @@ def test_tokens_are_not_rounded(tmp_path: Path) -> None:
     (result,) = ort.InferenceSession(path).run(None, {"x": x.numpy()})
     error = (torch.from_numpy(result) - square()).norm() / square().norm()
     assert error < 5e-4
+
+
+def test_zero_points_of_whole_rows(tmp_path: Path) -> None:
+    model = layer("dropless", **FORMS["int4 rows, zero points"])
+    with pytest.raises(ValueError, match="is wrong with zero points of whole rows"):
+        dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime")
 
 
 def test_a_target_that_has_no_form_of_it(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w1_scales": torch.ones(5, 16, 0)}, ValueError, r"G divides 32 in int4, got \[16, 0\]"),
     ({"w1_scales": torch.ones(5, 15, 4)}, ValueError, r"G divides 32 in int4, got \[15, 4\]"),
     ({"w1_scales": torch.ones(5, 16)}, ValueError, r"w1_scales must be \[E, ...\] = \[5, ...\]"),
-    ({"w2_scales": torch.ones(5, 32, 1)}, ValueError, r"of one size .* \(1, 8\) and \(1, all\)"),
+    ({"w2_scales": torch.ones(5, 32, 1)}, ValueError, r"of one size .* \(1, 8\) and \(1, 16\)"),
     (
         {"w2_scales": torch.ones(5, 32, 2).half()},
         TypeError,

@@ -60,8 +60,14 @@ class PackedCase:
         """Returns the format as kernels have it."""
         x, scales = self.plain.arguments["x"], self.packed["w1_scales"]
         assert scales is not None
-        _, rows, columns = self.plain.arguments["w1"].shape
-        block, *_ = encoding_of(self.weight_format).blocks(rows, columns, scales.shape[1:])
+        known, found = encoding_of(self.weight_format), []
+        for name in ("w1", "w2"):
+            _, rows, columns = self.plain.arguments[name].shape
+            beside = self.packed[f"{name}_scales"]
+            assert beside is not None
+            found.append(known.blocks(rows, columns, beside.shape[1:]))
+        first, second = found
+        block = next(block for block in first if block in second)
         zero_points, zero_points_block = self.packed["w1_zero_points"], None
         if zero_points is not None:
             zero_points_block = WHOLE_MATRIX if zero_points.shape[1:] == (1, 1) else block

@@ -22,7 +22,7 @@ from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import CLAMPED, PRE_NORMS
-from custom_ops.packed_weights import ENCODINGS
+from custom_ops.packed_weights import ENCODINGS, divides
 from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format, plain_format
 from layer_changes import changed
 from random_layers import groups
@@ -258,8 +258,11 @@ def layers(draw: st.DrawFn) -> Layer:
     flags: tuple[str, ...] = ("b1", "b2", "tf32")
     if weight_format.is_plain:
         flags = (*flags, "w1_transposed", "w2_transposed")
+    width, hidden = draw(sizes), draw(sizes)
+    if not all(divides(weight_format.block, size) for size in (width, hidden)):
+        width, hidden = (weight_format.block[1] * (1 + size % 3) for size in (width, hidden))
     shape = LayerShape(
-        *(experts, draw(sizes), draw(sizes), top_k),
+        *(experts, width, hidden, top_k),
         *(tokens_dtype, weight_format, options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),

@@ -196,6 +196,11 @@ def _check(config: BodyConfig) -> None:
             "com.microsoft::QMoE of ONNX Runtime 1.31 rounds tokens to 8 bits where int8 weights "
             f"have groups, here of {group}: use target 'plugin', or one scale to a row"
         )
+    if group == WHOLE and config.shape.weight_format.canonical().zero_points_block is not None:
+        raise ValueError(
+            "com.microsoft::QMoE of ONNX Runtime 1.31 is wrong with zero points of whole rows, "
+            "which a node with biases has: use target 'plugin'"
+        )
     if 0 < group < _LEAST_GROUP or group & (group - 1):
         raise ValueError(
             f"com.microsoft::QMoE takes groups of {_LEAST_GROUP}, 32, 64, ... values, got {group}: "
