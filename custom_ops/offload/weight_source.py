@@ -139,7 +139,7 @@ class WeightSource:
             weight: The weight's name.
             text: A line for each tensor: the values, then those beside them.
             suffixes: Those of the tensors' names, see
-                :func:`custom_ops.weight_formats.suffixes_of`.
+                ``custom_ops.weight_formats.suffixes_of``.
 
         Raises:
             ValueError: If a line is no source, or there are more.
