@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
-from custom_ops.packed_weights import WHOLE, Encoding, PackedWeight, blocks_of, encoding_of
+from custom_ops.packed_weights import (
+    WHOLE,
+    Encoding,
+    PackedWeight,
+    blocks_of,
+    divides,
+    encoding_of,
+)
 from dynamo_moe import packed_experts
 from dynamo_moe.conversion.packing import (
     converted_layers,
@@ -135,8 +142,9 @@ def quantize(
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
     taken = {p: module for p, module in layers.items() if packed_experts.of(module) is None}
-    for other in shared_weights(model, taken).values():
-        raise ValueError(f"{other}: weights that are shared cannot be packed")
+    if shared := shared_weights(model, taken):
+        first = next(iter(shared.values()))
+        raise ValueError(f"{first}: weights that are shared cannot be packed")
     for path, module in taken.items():
         weights = _detached(module)
         for name, weight in (("w1", weights.w1), ("w2", weights.w2)):
@@ -182,8 +190,7 @@ def _check_options(
 
 def _check_columns(path: str, weight: Tensor, encoding: Encoding, block: tuple[int, int]) -> None:
     columns = weight.shape[-1]
-    is_group = block[0] == 1 and block[1] < WHOLE
-    if is_group and columns % block[1]:
+    if not divides(block, columns):
         said = "group=" if encoding.block is None else f"{encoding.name}'s groups of "
         raise ValueError(f"{path} has rows of {columns} values, which {said}{block[1]} must divide")
     if columns % encoding.per_byte:

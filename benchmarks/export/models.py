@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,13 +50,21 @@ def tensor_shapes(config: Any) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def safetensors_header(shapes: Mapping[str, Sequence[int]]) -> tuple[bytes, int]:
-    """Returns the start of a safetensors file of bfloat16 tensors, and the bytes that follow."""
+def safetensors_header(
+    shapes: Mapping[str, Sequence[int]], of_bytes: Collection[str] = ()
+) -> tuple[bytes, int]:
+    """Returns the start of a safetensors file of bfloat16 tensors, and the bytes that follow.
+
+    Args:
+        shapes: The tensors, by name.
+        of_bytes: Those that are of bytes.
+    """
     entries: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+        dtype, size = ("U8", 1) if name in of_bytes else ("BF16", 2)
+        begin, end = end, end + size * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text, end
 

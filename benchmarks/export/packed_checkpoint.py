@@ -9,7 +9,6 @@ file that is written beside it is whole, 13.8 GB; with links it has what the che
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -19,10 +18,10 @@ from typing import Any
 
 from benchmarks.common.report import conditions, parser, table, write_json
 from benchmarks.common.timing import fresh_processes, resident_bytes
+from benchmarks.export.models import safetensors_header
 
 PACKAGES = ("torch", "transformers", "onnx-ir", "onnxscript", "safetensors")
 LAYERS, EXPERTS = 24, 32
-_BYTES = {"U8": 1, "BF16": 2}
 
 
 def make_checkpoint(folder: Path) -> int:
@@ -37,22 +36,19 @@ def make_checkpoint(folder: Path) -> int:
     load: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         model = load(config)
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, columns, rows = tensor.shape
-            shapes[f"{name}_blocks"] = ("U8", (experts, rows, columns // 32, 16))
-            shapes[f"{name}_scales"] = ("U8", (experts, rows, columns // 32))
+            shapes[f"{name}_blocks"] = (experts, rows, columns // 32, 16)
+            shapes[f"{name}_scales"] = (experts, rows, columns // 32)
         else:
-            shapes[name] = ("BF16", tuple(tensor.shape))
-    entries, end = {}, 0
-    for name, (dtype, shape) in shapes.items():
-        begin, end = end, end + _BYTES[dtype] * math.prod(shape)
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    header = json.dumps(entries).encode()
+            shapes[name] = tuple(tensor.shape)
+    packed = {name for name in shapes if name.endswith(("_blocks", "_scales"))}
+    header, end = safetensors_header(shapes, packed)
     stored = folder / "model.safetensors"
-    stored.write_bytes(len(header).to_bytes(8, "little") + header)
-    os.truncate(stored, 8 + len(header) + end)
+    stored.write_bytes(header)
+    os.truncate(stored, len(header) + end)
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     said = config.to_dict() | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(said))

@@ -28,15 +28,17 @@ class UsageError(ValueError):
 
 
 def is_checkpoint(model: str) -> bool:
-    """Whether a MODEL on the command line is the folder of a checkpoint.
+    """Whether a MODEL on the command line is the folder of a checkpoint; a package is a module.
 
     Raises:
         UsageError: If it is a folder of something else.
     """
     folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if not folder.is_dir() or (folder / "__init__.py").is_file():
+        return False
+    if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is a folder without config.json: no checkpoint")
-    return folder.is_dir()
+    return True
 
 
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:

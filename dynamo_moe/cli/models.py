@@ -55,6 +55,14 @@ _FACTORY = (
 )
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help=f"{_FACTORY} Or the folder of a checkpoint of transformers."
+    ),
+]
+
+
 @app.command(
     epilog="Examples:\n\n"
     "[cyan]dynamo-moe export my_models.swin:build swin.onnx --shape 1,3,224,224 --verify[/]\n\n"
@@ -64,12 +72,7 @@ _FACTORY = (
     "[cyan]dynamo-moe export Qwen3-30B-A3B -o qwen3.onnx --quantize int4 --group 128[/]"
 )
 def export(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help=f"{_FACTORY} Or the folder of a checkpoint of transformers."
-        ),
-    ],
+    model: Model,
     out: Annotated[
         Path | None, typer.Argument(metavar="OUT.onnx", help="The file to write.")
     ] = None,
@@ -187,8 +190,8 @@ def export(
         bool,
         typer.Option(
             "--hf",
-            help="MODEL is the folder of a checkpoint, config.json and safetensors, and nothing "
-            "else. Its weights are streamed, never held.",
+            help="MODEL is the folder of a checkpoint, config.json and safetensors, also where it "
+            "is a package of Python. Its weights are streamed, never held.",
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = False,
@@ -314,12 +317,7 @@ def export(
 )
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="An exported file.")],
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help=f"{_FACTORY} Or the folder of a checkpoint of transformers."
-        ),
-    ],
+    model: Model,
     shape: Annotated[
         list[str] | None,
         typer.Option(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
+from dynamo_moe.weights.gptq_and_awq import awq, check_option, codes_of, gptq, signed
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
 from dynamo_moe.weights.packed_tensors import decoded, is_decoding
-from dynamo_moe.weights.word_checkpoints import awq, check_option, codes_of, gptq, signed
 
 
 def with_decoded(

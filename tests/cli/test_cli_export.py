@@ -182,3 +182,18 @@ def test_export_of_a_checkpoint(tmp_path: Path) -> None:
     result = run("verify", str(out), str(folder), "--dtype", "float32", "--json", "-q")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["passed"]
+
+
+def test_a_package_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is that of a folder; one with a file config.json is a package all the same."""
+    package = tmp_path / "moe_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from dynamo_moe.models import DroplessMoEMlp\n\n\n"
+        "def build():\n    return DroplessMoEMlp(16, 8, num_experts=4, top_k=2)\n"
+    )
+    (package / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    result = run("export", "moe_package", "m.onnx", "--shape", "1,16", "--json", "-q")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["operators"] == {"DroplessMoE": 1}

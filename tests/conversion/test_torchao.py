@@ -25,7 +25,7 @@ from dynamo_moe.packed_experts import PackedExperts
 from listed_experts import WIDTH, Listed, tokens
 from packed_checkpoints import language_model, token_ids
 
-INT4: Any = getattr(torch, "int4")  # noqa: B009
+INT4: Any = getattr(torch, "int4")  # noqa: B009  # PyTorch's annotations lack it.
 ASYMMETRIC = IntxWeightOnlyConfig(
     weight_dtype=INT4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC
 )

@@ -44,11 +44,16 @@ def test_every_byte_stands_for_two_codes() -> None:
     assert torch.equal(default.double(), expected - 8)
 
 
+def pairs_of_e2m1(numbers: np.ndarray) -> np.ndarray:
+    """The two numbers of each byte, as ml_dtypes has them."""
+    pairs = np.stack([numbers & 15, numbers >> 4], -1).astype(np.uint8)
+    return pairs.view(ml_dtypes.float4_e2m1fn).reshape(1, 2 * len(numbers))
+
+
 def test_every_byte_of_mxfp4() -> None:
     """Each pair of numbers with each scale, as ml_dtypes has them."""
     numbers = np.arange(256, dtype=np.uint8)
-    pairs = np.stack([numbers & 15, numbers >> 4], -1).astype(np.uint8)
-    values = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float64).reshape(1, 512)
+    values = pairs_of_e2m1(numbers).astype(np.float64)
     scales = numbers.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     packed, powers = torch.from_numpy(numbers).view(1, 256), torch.from_numpy(numbers)
     for scale, power in zip(scales, powers, strict=True):
@@ -89,8 +94,7 @@ def test_every_byte_of_fp8() -> None:
 def test_every_byte_of_nvfp4() -> None:
     """Each pair of numbers with each scale, as ml_dtypes has them, and a global scale for a row."""
     numbers = np.arange(256, dtype=np.uint8)
-    pairs = np.stack([numbers & 15, numbers >> 4], -1).astype(np.uint8)
-    values = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float32).reshape(1, 512)
+    values = pairs_of_e2m1(numbers).astype(np.float32)
     scales = numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     packed, codes = torch.from_numpy(numbers).repeat(3, 1), torch.from_numpy(numbers)
     factors = torch.tensor([[1.0], [1 / 3], [1e-6]])
@@ -215,10 +219,13 @@ def test_few_tokens(op: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(case(), case.decoded()())
 
 
+@pytest.mark.parametrize("weight_format", ["int4", "nvfp4", "int8"])
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 @both_ops
-def test_gradients_are_those_of_the_decoded(op: str, biases: bool) -> None:
-    case = packed_case(op, biases=biases, zero_points="groups", activation="silu", gated=True)
+def test_gradients_are_those_of_the_decoded(op: str, biases: bool, weight_format: str) -> None:
+    zero_points: Any = "groups" if weight_format == "int4" else ""
+    options = {"activation": "silu", "gated": True, "zero_points": zero_points}
+    case = packed_case(op, weight_format, biases=biases, **options)
     results = []
     for each in (case, case.decoded()):
         names = [n for n, t in case.plain.floats.items() if n not in ("w1", "w2")]
@@ -229,10 +236,12 @@ def test_gradients_are_those_of_the_decoded(op: str, biases: bool) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("weight_format", ENCODINGS)
 @both_ops
-def test_opcheck(op: str) -> None:
+def test_opcheck(op: str, weight_format: str) -> None:
     for biases in (True, False):
-        case = packed_case(op, biases=biases, zero_points=biases)
+        zero_points: Any = "groups" if biases and weight_format == "int4" else ""
+        case = packed_case(op, weight_format, biases=biases, zero_points=zero_points)
         leaves = {
             name: tensor.clone().requires_grad_()
             for name, tensor in case.plain.floats.items()
@@ -261,9 +270,10 @@ def test_autocast_changes_nothing(op: str) -> None:
     assert torch.equal(result, case())
 
 
+@pytest.mark.parametrize("weight_format", ["int4", "nvfp4"])
 @both_ops
-def test_compiled(op: str) -> None:
-    case = packed_case(op, zero_points="groups")
+def test_compiled(op: str, weight_format: str) -> None:
+    case = packed_case(op, weight_format, zero_points="groups" if weight_format == "int4" else "")
     compiled = torch.compile(lambda x: case.changed(x=x)(), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(case.plain.arguments["x"]), case())
 
