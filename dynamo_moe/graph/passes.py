@@ -92,6 +92,12 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     _forget_invented_names(model.graph)
 
 
+def tidy(model: ir.Model) -> None:
+    """Removes what nothing uses, and merges nodes that compute the same."""
+    common_passes.RemoveUnusedNodesPass()(model)
+    _merge_equal_nodes(model)
+
+
 def _merge_constants(graph: ir.Graph) -> None:
     """Merges equal constants, and equal casts and shapes of them, which would be folded one by one.
 

@@ -19,7 +19,7 @@ from onnx_ir.passes import PostconditionError, PreconditionError
 
 from dynamo_moe.files import metadata
 from dynamo_moe.files.copies import Copies
-from dynamo_moe.graph import lowering, passes
+from dynamo_moe.graph import fusion, lowering, passes
 from dynamo_moe.graph.instantiate import (
     Instances,
     Units,
@@ -121,6 +121,7 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         RecordLayers(findings),
         None if target.keeps_nodes else ReplaceNodes(target, findings),
         Simplify(findings, link=link),
+        FuseOperators(attention=target.takes_attention),
         RollRepeats(),
         AddBodies(target, form.body) if target.keeps_nodes else None,
         InstantiateUnits(findings),
@@ -267,6 +268,28 @@ class Simplify(Step):
 
     def ensures(self, model: ir.Model) -> None:
         """All constants are initializers."""
+        if not _is_simplified(model):
+            raise PostconditionError("constants are left among the nodes")
+
+
+class FuseOperators(Step):
+    """Makes norms, rotary embeddings and attention one node each, where the opset has them."""
+
+    def __init__(self, *, attention: bool) -> None:
+        self._attention = attention
+
+    def requires(self, model: ir.Model) -> None:
+        """The graph is simplified: the forms are those that are left."""
+        _need_simplified(model)
+
+    def change(self, model: ir.Model) -> None:
+        """Fuses the operators of the main graph."""
+        if model.opset_imports.get("", 0) >= fusion.FIRST_OPSET:
+            fusion.fuse(model.graph, attention=self._attention)
+            passes.tidy(model)
+
+    def ensures(self, model: ir.Model) -> None:
+        """All constants are initializers, still."""
         if not _is_simplified(model):
             raise PostconditionError("constants are left among the nodes")
 

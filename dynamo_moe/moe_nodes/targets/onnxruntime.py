@@ -11,6 +11,7 @@ ONNXRUNTIME = Target(
     name="onnxruntime",
     bodies={None: of_configuration(onnxruntime_body)},
     takes_packed_weights=True,
+    takes_attention=True,
     foreign=(ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE),
     approximations={
         "gelu": "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"

@@ -25,6 +25,7 @@ class Target:
             beside them. Otherwise a body takes its node's place before the graph is simplified.
         takes_transposed_weights: Whether the bodies take weights that lie as (in, out).
         takes_packed_weights: Whether there are bodies of packed weights.
+        takes_attention: Whether the runtime computes the standard's Attention in every dtype.
         foreign: The operators of a runtime that the bodies use.
         runs_in_onnxruntime: Whether ONNX Runtime runs the files.
         approximations: What a user should know of activations that are computed in another form.
@@ -36,6 +37,7 @@ class Target:
     keeps_nodes: bool = False
     takes_transposed_weights: bool = False
     takes_packed_weights: bool = False
+    takes_attention: bool = False
     foreign: tuple[ForeignOperator, ...] = ()
     runs_in_onnxruntime: bool = True
     approximations: Mapping[str, str] = field(default_factory=dict)

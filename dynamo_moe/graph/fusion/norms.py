@@ -1,0 +1,77 @@
+"""RMSNorm as one node: Root Mean Square Layer Normalization, Zhang and Sennrich, 2019."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from dynamo_moe.graph.fusion.matching import (
+    Writer,
+    both_orders,
+    dimensions,
+    integers,
+    maker,
+    only_use,
+    operand,
+    scalar,
+)
+
+
+def fuse_norms(writer: Writer) -> None:
+    """Makes ``weight * x / sqrt(mean(x * x) + epsilon)`` one RMSNormalization each."""
+    for node in list(writer.graph):
+        if node.domain or node.op_type != "Mul":
+            continue
+        for weight, normed in both_orders(node):
+            found = _normalized(normed)
+            if found is None:
+                continue
+            x, epsilon = found
+            if dimensions(weight) != dimensions(x)[-1:] or weight.dtype != normed.dtype:
+                continue
+            norm = writer.node(
+                node, "RMSNormalization", [x, weight], {"axis": -1, "epsilon": epsilon}
+            )
+            writer.replace(node.outputs[0], norm.outputs[0])
+            break
+
+
+def _normalized(value: ir.Value) -> tuple[ir.Value, float] | None:
+    """Returns x and epsilon of ``x / sqrt(mean(x * x) + epsilon)``.
+
+    In half precision it is computed in float32, and rounded before it is multiplied.
+    """
+    rounding = only_use(value, "Cast")
+    division = only_use(value if rounding is None else rounding.inputs[0], "Div")
+    if division is None:
+        return None
+    x = operand(division, 0)
+    epsilon = _epsilon_of_root(operand(division, 1), x)
+    if epsilon is None:
+        return None
+    if rounding is None:
+        return x, epsilon
+    widening = maker(x, "Cast")
+    if widening is None or operand(widening, 0).dtype != value.dtype:
+        return None
+    return (operand(widening, 0), epsilon) if x.dtype == ir.DataType.FLOAT else None
+
+
+def _epsilon_of_root(value: ir.Value, x: ir.Value) -> float | None:
+    """Returns epsilon if a value is ``sqrt(mean(x * x) + epsilon)`` over the last axis."""
+    root = maker(value, "Sqrt")
+    for mean, epsilon in both_orders(maker(root.inputs[0], "Add") if root is not None else None):
+        reduce = maker(mean, "ReduceMean")
+        if reduce is None or scalar(epsilon) is None or len(reduce.inputs) < 2:
+            continue
+        last = integers(reduce.inputs[1]) in ([-1], [len(dimensions(x)) - 1])
+        if last and reduce.attributes.get_int("keepdims", 1) and _is_square(reduce.inputs[0], x):
+            return scalar(epsilon)
+    return None
+
+
+def _is_square(value: ir.Value | None, x: ir.Value) -> bool:
+    power = maker(value, "Pow")
+    if power is not None:
+        return power.inputs[0] is x and scalar(power.inputs[1]) == 2
+    product = maker(value, "Mul")
+    return product is not None and product.inputs[0] is x and product.inputs[1] is x
