@@ -53,9 +53,6 @@ from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
-DEFAULT_OPSET = 20
-"""Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
-
 MIN_OPSET = 18
 
 RepeatedBlocks = Literal["auto", "off"]
@@ -78,7 +75,8 @@ def export(
     dynamic_shapes: DynamicShapes = BATCH,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
-    opset: int = DEFAULT_OPSET,
+    opset: int | None = None,
+    fuse: bool = True,
     external_data: bool | None = None,
     link_weights: bool = False,
     layers_as_functions: bool = False,
@@ -122,7 +120,12 @@ def export(
         input_names: Names of the file's inputs, in the order of the example's tensors; None: those
             of the arguments of the model's forward.
         output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
-        opset: Version of the standard operators, at least 18.
+        opset: Version of the standard operators, at least 18; None: 23 with ``onnxruntime``, which
+            ONNX Runtime 1.23 reads, and 20 with the others.
+        fuse: From opset 23 on, what a model writes out becomes one node each: RMS norms
+            ``RMSNormalization``, rotary embeddings ``RotaryEmbedding``, and with target
+            ``onnxruntime`` attention ``Attention``, which extends the cache of keys and values
+            itself. Attention with sinks becomes ``com.microsoft::GroupQueryAttention``.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
         link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
             in the checkpoint's own files, which the ONNX file then refers to. The ONNX file must be
@@ -165,6 +168,7 @@ def export(
     model = unwrapped(model)
     path = Path(path)
     lowered_for = chosen_target(target, body)
+    opset = lowered_for.opset if opset is None else opset
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
@@ -189,6 +193,7 @@ def export(
             link_weights,
             layers_as_functions,
             repeated_blocks,
+            fuse,
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
             written = _write(model, arguments, dynamic_shapes, form, path, external_data)
@@ -235,6 +240,7 @@ class _Form(NamedTuple):
     link_weights: bool
     layers_as_functions: bool
     repeated_blocks: RepeatedBlocks
+    fuse: bool
 
 
 class _Written(NamedTuple):
@@ -353,7 +359,9 @@ def _graph_with(
     units = _units(traced, sharing, lazies) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
-    graph_form = Form(form.target, form.body, form.link_weights, form.layers_as_functions)
+    graph_form = Form(
+        form.target, form.body, form.link_weights, form.layers_as_functions, form.fuse
+    )
     layers, copies = give_form(traced, graph_form, units)
     notes = [*([fallback] if fallback else []), *trials.notes]
     if constants:

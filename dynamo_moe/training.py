@@ -28,11 +28,12 @@ import dynamo_moe.tracing.gradients  # noqa: F401  Registers decompositions.
 from dynamo_moe import exporting, packed_experts
 from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model
-from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
+from dynamo_moe.exporting import ExportError
 from dynamo_moe.files import model_files
 from dynamo_moe.graph.pipeline import AddBodies, Findings, NameNodesByModule, Simplify
 from dynamo_moe.json_values import json_values
 from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
+from dynamo_moe.moe_nodes.targets.record import DEFAULT_OPSET
 from dynamo_moe.private import gradients
 from dynamo_moe.private.pytorch import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch

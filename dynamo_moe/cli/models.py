@@ -210,10 +210,19 @@ def export(
         typer.Option(
             metavar="N",
             help="Version of the standard operators, at least 18.",
-            show_default="20",
+            show_default="23 with onnxruntime, else 20",
             rich_help_panel=_FILE,
         ),
     ] = None,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse",
+            help="From opset 23 on: norms, rotary embeddings and, with target onnxruntime, "
+            "attention become one node each.",
+            rich_help_panel=_FILE,
+        ),
+    ] = True,
     external_data: Annotated[
         bool | None,
         typer.Option(
@@ -269,7 +278,7 @@ def export(
             )
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
-        options["repeated_blocks"] = repeated_blocks
+        options |= {"repeated_blocks": repeated_blocks, "fuse": fuse}
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)

@@ -46,12 +46,14 @@ class Form(NamedTuple):
         body: How MoE nodes are computed where the target has a choice.
         link_weights: Whether weights may stay in the files that they come from, as they lie there.
         layers_as_functions: Whether equal blocks become calls of functions.
+        fuse: Whether norms, rotary embeddings and attention become one node each.
     """
 
     target: Target
     body: str
     link_weights: bool = False
     layers_as_functions: bool = False
+    fuse: bool = True
 
 
 @dataclass
@@ -121,7 +123,7 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         RecordLayers(findings),
         None if target.keeps_nodes else ReplaceNodes(target, findings),
         Simplify(findings, link=link),
-        FuseOperators(attention=target.takes_attention),
+        FuseOperators(operators=form.fuse, attention=target.takes_attention),
         RollRepeats(),
         AddBodies(target, form.body) if target.keeps_nodes else None,
         InstantiateUnits(findings),
@@ -275,8 +277,8 @@ class Simplify(Step):
 class FuseOperators(Step):
     """Makes norms, rotary embeddings and attention one node each, where the opset has them."""
 
-    def __init__(self, *, attention: bool) -> None:
-        self._attention = attention
+    def __init__(self, *, operators: bool, attention: bool) -> None:
+        self._operators, self._attention = operators, attention
 
     def requires(self, model: ir.Model) -> None:
         """The graph is simplified: the forms are those that are left."""
@@ -285,7 +287,7 @@ class FuseOperators(Step):
     def change(self, model: ir.Model) -> None:
         """Fuses the operators of the main graph."""
         if model.opset_imports.get("", 0) >= fusion.FIRST_OPSET:
-            fusion.fuse(model.graph, attention=self._attention)
+            fusion.fuse(model, operators=self._operators, attention=self._attention)
             passes.tidy(model)
 
     def ensures(self, model: ir.Model) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from dynamo_moe.graph.matching import operand
+
 _FEWEST_STEPS = 4
 
 
@@ -28,7 +30,7 @@ class _Step:
 
     @property
     def operand(self) -> ir.Value:
-        return _input(self.divide, 0)
+        return operand(self.divide, 0)
 
     @property
     def result(self) -> ir.Value:
@@ -52,29 +54,29 @@ def _step(divide: ir.Node) -> _Step | None:
     """Returns the step that ends with a node, if one does."""
     if (divide.domain, divide.op_type) != ("", "Div"):
         return None
-    operand = _input(divide, 0)
-    add = _input(divide, 1).producer()
+    divided = operand(divide, 0)
+    add = operand(divide, 1).producer()
     if add is None or (add.domain, add.op_type) != ("", "Add"):
         return None
-    reduce = _input(add, 0).producer()
+    reduce = operand(add, 0).producer()
     if reduce is None or (reduce.domain, reduce.op_type) != ("", "ReduceSum"):
         return None
-    axes = None if len(reduce.inputs) < 2 else ir.convenience.get_const_tensor(_input(reduce, 1))
-    results = operand, reduce.outputs[0], add.outputs[0]
+    axes = None if len(reduce.inputs) < 2 else ir.convenience.get_const_tensor(operand(reduce, 1))
+    results = divided, reduce.outputs[0], add.outputs[0]
     uses = [len(value.uses()) for value in results]
     if (
         axes is None
-        or reduce.inputs[0] is not operand
+        or reduce.inputs[0] is not divided
         or uses != [2, 1, 1]
         or any(value.is_graph_output() for value in results)
-        or operand.dtype != divide.outputs[0].dtype
-        or operand.shape is None
-        or operand.shape != divide.outputs[0].shape
+        or divided.dtype != divide.outputs[0].dtype
+        or divided.shape is None
+        or divided.shape != divide.outputs[0].shape
     ):
         return None
     attributes = {name: attribute.value for name, attribute in reduce.attributes.items()}
-    added = id(_input(add, 1))
-    key = tuple(axes.numpy().tolist()), attributes, added, operand.dtype, str(operand.shape)
+    added = id(operand(add, 1))
+    key = tuple(axes.numpy().tolist()), attributes, added, divided.dtype, str(divided.shape)
     return _Step(reduce, add, divide, key)
 
 
@@ -144,10 +146,3 @@ def _body(steps: Sequence[_Step], name: str) -> ir.Graph:
 
 def _like(value: ir.Value, name: str) -> ir.Value:
     return ir.Value(name=name, type=value.type, shape=value.shape)
-
-
-def _input(node: ir.Node, position: int) -> ir.Value:
-    value = node.inputs[position]
-    if value is None:
-        raise ValueError(f"node {node.name!r} has no input {position}")
-    return value

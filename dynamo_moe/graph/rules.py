@@ -12,6 +12,8 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
+from dynamo_moe.graph.matching import operand
+
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
@@ -176,6 +178,63 @@ class _AndTrue(RewriteRuleClassBase):
         return None
 
 
+class _GatheredInOrder(RewriteRuleClassBase):
+    """``GatherND`` of the first elements along both axes of a matrix ``x``, in their order.
+
+    So transformers reads which tokens are padding: by the indices of all sequences and all tokens,
+    ``[N, 1, 1, L, 2]``.
+    """
+
+    def pattern(self, op: Any, x: Any, indices: Any) -> Any:
+        return op.GatherND(x, indices, _outputs=["y"])
+
+    def check(self, context: Any, x: ir.Value, indices: ir.Value, y: ir.Value) -> bool:
+        node = y.producer()
+        plain = node is not None and not node.attributes.get_int("batch_dims", 0)
+        return plain and len(_dimensions(x) or ()) == 2 and self._limits(indices, y) is not None
+
+    def rewrite(self, op: Any, x: ir.Value, indices: ir.Value, y: ir.Value) -> Any:
+        (rows, *_, columns), before = _dimensions(y) or (), _dimensions(x) or ()
+        ends = self._limits(indices, y) or ()
+        for axis, (end, size) in enumerate(zip(ends, (rows, columns), strict=True)):
+            if size != before[axis]:
+                start, along, step = (op.Constant(value_ints=[number]) for number in (0, axis, 1))
+                x = op.Slice(x, start, op.Reshape(end, op.Constant(value_ints=[1])), along, step)
+        return op.Unsqueeze(x, op.Constant(value_ints=[1, 2]))
+
+    def _limits(self, indices: ir.Value, y: ir.Value) -> list[ir.Value] | None:
+        """Returns N and L, if the indices are all pairs of ``range(N)`` and ``range(L)``."""
+        join = _producer(indices, "Concat")
+        if (
+            join is None
+            or len(join.inputs) != 2
+            or join.attributes.get_int("axis", 0) not in (-1, 4)
+        ):
+            return None
+        ends = [self._limit(part, axis, y) for part, axis in zip(join.inputs, (0, 3), strict=True)]
+        return [end for end in ends if end is not None] if None not in ends else None
+
+    @staticmethod
+    def _limit(value: ir.Value | None, axis: int, y: ir.Value) -> ir.Value | None:
+        """Returns the end of a range along an axis that is spread to ``[N, 1, 1, L, 1]``."""
+        pair = _producer(value, "Unsqueeze")
+        wide = None if pair is None else _producer(pair.inputs[0], "Expand")
+        spread = None if wide is None else _producer(wide.inputs[0], "Unsqueeze")
+        counts = None if spread is None else _producer(spread.inputs[0], "Range")
+        if pair is None or wide is None or spread is None or counts is None:
+            return None
+        in_order = (
+            _constants(operand(pair, 1)) in ([4], [-1])
+            and _constants(operand(spread, 1)) == [other for other in range(4) if other != axis]
+            and _constants(operand(counts, 0)) == [0]
+            and _constants(operand(counts, 2)) == [1]
+        )
+        counted, pairs = _dimensions(spread.outputs[0]), _dimensions(y)
+        if not in_order or counted is None or pairs is None or pairs[1:3] != (1, 1):
+            return None
+        return counts.inputs[1] if counted[axis] == pairs[axis] else None
+
+
 class _SameType(_Unchanged):
     """``CastLike`` to the type that the tensor has."""
 
@@ -266,6 +325,7 @@ RULES = [
     _UnsqueezedAgain.rule(remove_nodes=False),
     _SlicedAgain.rule(remove_nodes=False),
     _AndTrue.rule(),
+    _GatheredInOrder.rule(remove_nodes=False),
     _NoPadding.rule(),
     _SameType.rule(),
     _OverRoot.rule(root_first=False),

@@ -48,7 +48,9 @@ ONNXRUNTIME_QMOE = ForeignOperator(
     ),
 )
 TRT_MOE = ForeignOperator("TensorRT", "trt", "TRT_MoE", any_domain=True)
+ONNXRUNTIME_ATTENTION = ForeignOperator("ONNX Runtime", "com.microsoft", "GroupQueryAttention")
 
+# Of MoE layers.
 FOREIGN_OPERATORS = (ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE, TRT_MOE)
 
 

@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from dynamo_moe.graph.fusion.attention import fuse_attention
-from dynamo_moe.graph.fusion.matching import Writer
+from dynamo_moe.graph.fusion.attention import fuse_attention, give_masks_rows
 from dynamo_moe.graph.fusion.norms import fuse_norms
 from dynamo_moe.graph.fusion.rotary import fuse_rotary_embeddings
+from dynamo_moe.graph.matching import Writer
+from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
 
 FIRST_OPSET = 23
 """The version of the standard that has these operators."""
 
 
-def fuse(graph: ir.Graph, *, attention: bool) -> None:
-    """Makes each norm, rotary embedding and, if wanted, attention of a graph one node, in place."""
-    writer = Writer(graph)
-    fuse_norms(writer)
-    fuse_rotary_embeddings(writer)
-    if attention:
-        fuse_attention(writer)
+def fuse(model: ir.Model, *, operators: bool = True, attention: bool = True) -> None:
+    """Makes norms, rotary embeddings and attention of the main graph one node each, in place.
+
+    Args:
+        model: The model, simplified.
+        operators: Whether to. Otherwise only the masks of what is one node already are made such
+            that ONNX Runtime takes them.
+        attention: Whether attention, too.
+    """
+    writer = Writer(model.graph)
+    if operators:
+        fuse_norms(writer)
+        fuse_rotary_embeddings(writer)
+        if attention:
+            fuse_attention(writer)
+            if any(node.domain == ONNXRUNTIME_ATTENTION.domain for node in model.graph):
+                model.opset_imports.setdefault(ONNXRUNTIME_ATTENTION.domain, 1)
+    give_masks_rows(writer)

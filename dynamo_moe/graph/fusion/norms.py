@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from dynamo_moe.graph.fusion.matching import (
+from dynamo_moe.graph.matching import (
     Writer,
     both_orders,
     dimensions,
@@ -64,7 +64,11 @@ def _epsilon_of_root(value: ir.Value, x: ir.Value) -> float | None:
         if reduce is None or scalar(epsilon) is None or len(reduce.inputs) < 2:
             continue
         last = integers(reduce.inputs[1]) in ([-1], [len(dimensions(x)) - 1])
-        if last and reduce.attributes.get_int("keepdims", 1) and _is_square(reduce.inputs[0], x):
+        if (
+            last
+            and reduce.attributes.get_int("keepdims", 1) == 1
+            and _is_square(reduce.inputs[0], x)
+        ):
             return scalar(epsilon)
     return None
 

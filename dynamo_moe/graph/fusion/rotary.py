@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from dynamo_moe.graph.fusion.matching import (
+from dynamo_moe.graph.matching import (
     Dimension,
     Writer,
+    are_alike,
     both_orders,
     dimensions,
-    are_alike,
     integers,
     is_last_axis,
     maker,

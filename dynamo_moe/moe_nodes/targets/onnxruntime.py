@@ -11,6 +11,7 @@ ONNXRUNTIME = Target(
     name="onnxruntime",
     bodies={None: of_configuration(onnxruntime_body)},
     takes_packed_weights=True,
+    opset=23,
     takes_attention=True,
     foreign=(ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE),
     approximations={

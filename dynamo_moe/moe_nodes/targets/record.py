@@ -12,6 +12,9 @@ from dynamo_moe.moe_nodes.bodies.of_node import LayerBody, config_of
 from dynamo_moe.moe_nodes.targets.names import TargetName
 from dynamo_moe.operators.foreign import ForeignOperator
 
+DEFAULT_OPSET = 20
+"""Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -25,6 +28,7 @@ class Target:
             beside them. Otherwise a body takes its node's place before the graph is simplified.
         takes_transposed_weights: Whether the bodies take weights that lie as (in, out).
         takes_packed_weights: Whether there are bodies of packed weights.
+        opset: Version of the standard operators where a user names none.
         takes_attention: Whether the runtime computes the standard's Attention in every dtype.
         foreign: The operators of a runtime that the bodies use.
         runs_in_onnxruntime: Whether ONNX Runtime runs the files.
@@ -37,6 +41,7 @@ class Target:
     keeps_nodes: bool = False
     takes_transposed_weights: bool = False
     takes_packed_weights: bool = False
+    opset: int = DEFAULT_OPSET
     takes_attention: bool = False
     foreign: tuple[ForeignOperator, ...] = ()
     runs_in_onnxruntime: bool = True

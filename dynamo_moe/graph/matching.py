@@ -136,7 +136,7 @@ class Writer:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
-        self._constants: dict[tuple[int, ...], ir.Value] = {}
+        self._constants: dict[tuple[object, ...], ir.Value] = {}
         self._count = 0
 
     def node(
@@ -161,14 +161,15 @@ class Writer:
 
     def ints(self, numbers: Sequence[int]) -> ir.Value:
         """Returns a constant of integers, the same one for the same numbers."""
-        key = tuple(numbers)
+        return self.constant(np.array(numbers, np.int64))
+
+    def constant(self, array: np.ndarray[Any, Any]) -> ir.Value:
+        """Returns a constant, the same one for the same values."""
+        key = array.dtype.str, array.shape, array.tobytes()
         if key not in self._constants:
-            constant = ir.Value(
-                name=self._name("ints"),
-                const_value=ir.tensor(np.array(key, np.int64)),
-                type=ir.TensorType(ir.DataType.INT64),
-                shape=ir.Shape([len(key)]),
-            )
+            constant = ir.Value(name=self._name("constant"), const_value=ir.tensor(array))
+            constant.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            constant.shape = ir.Shape(array.shape)
             self.graph.register_initializer(constant)
             self._constants[key] = constant
         return self._constants[key]

@@ -1,0 +1,199 @@
+"""Recognising attention, by what a graph computes.
+
+Legend: B batch, S new tokens, L keys, H heads, G heads of keys and values, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from dynamo_moe.graph.matching import (
+    both_orders,
+    dimensions,
+    integers,
+    is_last_axis,
+    maker,
+    only_use,
+    operand,
+    permutation,
+    scalar,
+)
+
+_RANK = 4
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``softmax(cap(scale * queries @ keys^T) + mask) @ values``.
+
+    Attributes:
+        queries: [B, H, S, D].
+        keys: [B, H, L, D]; [B, G, L, D] where heads are not repeated yet.
+        values: The same, of a width of their own.
+        mask: What is added, or booleans that say which keys a token sees; it broadcasts to
+            [B, H, S, L].
+        scale: A factor.
+        softcap: ``softcap * tanh(x / softcap)`` bounds what is scaled; 0 for no bound.
+        sinks: Scores of one more key, whose value is zero, [1, H, 1, 1]: gpt-oss's attention sinks.
+    """
+
+    queries: ir.Value
+    keys: ir.Value
+    values: ir.Value
+    mask: ir.Value | None
+    scale: float
+    softcap: float = 0.0
+    sinks: ir.Value | None = None
+
+
+def attention_of(node: ir.Node) -> Attention | None:
+    """Returns the attention whose result [B, H, S, D] a node gives, if it gives one."""
+    if len(dimensions(node.outputs[0])) != _RANK or node.domain:
+        return None
+    if node.op_type == "Attention":
+        return _of_operator(node)
+    return _of_product(node) if node.op_type == "MatMul" else None
+
+
+def _of_operator(node: ir.Node) -> Attention | None:
+    """Returns the attention of an operator that PyTorch's exporter made: without a cache."""
+    if (
+        len(node.outputs) > 1
+        or len(node.inputs) > _RANK
+        or node.attributes.get_int("is_causal", 0) == 1
+    ):
+        return None
+    queries, keys, values = (operand(node, position) for position in range(3))
+    width = dimensions(queries)[-1]
+    if not isinstance(width, int):
+        return None
+    return Attention(
+        queries,
+        keys,
+        values,
+        node.inputs[3] if len(node.inputs) > 3 else None,
+        node.attributes.get_float("scale", width**-0.5),
+        node.attributes.get_float("softcap", 0.0),
+    )
+
+
+def _of_product(node: ir.Node) -> Attention | None:
+    """Returns the attention that ends with the product of weights and values."""
+    weights = _weights(operand(node, 0))
+    if weights is None:
+        return None
+    capped, mask = weights.scores, None
+    for scores, added in both_orders(only_use(weights.scores, "Add")):
+        if _product(scores) is not None:
+            capped, mask = scores, added
+            break
+    product = _product(capped)
+    if product is None or (mask is not None and mask.dtype != node.outputs[0].dtype):
+        return None
+    return Attention(
+        product.queries,
+        product.keys,
+        operand(node, 1),
+        mask,
+        product.scale,
+        product.softcap,
+        weights.sinks,
+    )
+
+
+class _Weights(NamedTuple):
+    """A softmax's operand, and the sinks that it was taken with."""
+
+    scores: ir.Value
+    sinks: ir.Value | None
+
+
+def _weights(value: ir.Value) -> _Weights | None:
+    """Returns what a value is the softmax of, over the keys; half precision may be widened."""
+    kept = only_use(value, "Slice")
+    softmax = only_use(_uncast(value if kept is None else operand(kept, 0)), "Softmax")
+    if softmax is None or not is_last_axis(softmax.attributes.get_int("axis", -1), value):
+        return None
+    scores = _uncast(operand(softmax, 0))
+    if kept is None:
+        return _Weights(scores, None)
+    return _with_sinks(scores) if _drops_last(kept) else None
+
+
+def _uncast(value: ir.Value) -> ir.Value:
+    cast = only_use(value, "Cast")
+    return value if cast is None else operand(cast, 0)
+
+
+def _drops_last(node: ir.Node) -> bool:
+    """Whether a Slice leaves out the last element of the last axis, and no more."""
+    bounds = [integers(bound) for bound in node.inputs[1:]]
+    return bounds in ([[0], [-1], [-1], [1]], [[0], [-1], [_RANK - 1], [1]])
+
+
+def _with_sinks(value: ir.Value) -> _Weights | None:
+    """Returns scores and the sinks behind them; a softmax is that of scores less their greatest."""
+    shifted = maker(value, "Sub")
+    greatest = None if shifted is None else maker(shifted.inputs[1], "ReduceMax")
+    if shifted is not None and greatest is not None and greatest.inputs[0] is shifted.inputs[0]:
+        value = operand(shifted, 0)
+    join = maker(value, "Concat")
+    if join is None or len(join.inputs) != 2:
+        return None
+    wide = only_use(join.inputs[1], "Expand")
+    if wide is None or not is_last_axis(join.attributes.get_int("axis", 0), value):
+        return None
+    scores, sinks = operand(join, 0), operand(wide, 0)
+    fits = dimensions(sinks) == (1, dimensions(scores)[1], 1, 1)
+    return _Weights(scores, sinks) if fits else None
+
+
+class _Product(NamedTuple):
+    """``cap(scale * queries @ keys^T)``."""
+
+    queries: ir.Value
+    keys: ir.Value
+    scale: float
+    softcap: float
+
+
+def _product(value: ir.Value) -> _Product | None:
+    """Returns the product that a value is; its factor may be at the result or at either operand."""
+    inner, softcap = _uncapped(value)
+    inner, scale = _unscaled(inner)
+    product = only_use(inner, "MatMul")
+    if product is None:
+        return None
+    queries, its = _unscaled(operand(product, 0))
+    keys, other = _unscaled(operand(product, 1))
+    turned = only_use(keys, "Transpose")
+    if turned is None or permutation(turned) != (0, 1, 3, 2):
+        return None
+    return _Product(queries, operand(turned, 0), scale * its * other, softcap)
+
+
+def _uncapped(value: ir.Value) -> tuple[ir.Value, float]:
+    """Returns what is bounded, and the bound; the value itself and 0 if it is not bounded."""
+    bounded, softcap = _unscaled(value)
+    tanh = only_use(bounded, "Tanh")
+    if tanh is None:
+        return value, 0.0
+    inner, factor = _unscaled(operand(tanh, 0))
+    return (inner, softcap) if math.isclose(factor * softcap, 1, rel_tol=1e-6) else (value, 0.0)
+
+
+def _unscaled(value: ir.Value) -> tuple[ir.Value, float]:
+    """Returns what a value is but for a constant factor, and the factor."""
+    for inner, factor in both_orders(only_use(value, "Mul")):
+        number = scalar(factor)
+        if number is not None:
+            return inner, number
+    division = only_use(value, "Div")
+    divisor = None if division is None else scalar(division.inputs[1])
+    if division is not None and divisor:
+        return operand(division, 0), 1 / divisor
+    return value, 1.0
