@@ -20,7 +20,6 @@ from dynamo_moe.graph.matching import (
     dimensions,
     integers,
     maker,
-    only_use,
     operand,
     permutation,
     scalar,
@@ -30,6 +29,9 @@ from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
 
 _LEAST = -1e30
 """A number that no score makes up for: what is added to the score of a key that is not seen."""
+
+_MOST_NODES = 100
+"""More nodes than an attention has."""
 
 
 def fuse_attention(writer: Writer) -> None:
@@ -61,9 +63,9 @@ def _without_repeats(attention: Attention) -> Attention:
 
 def _unrepeated(value: ir.Value) -> ir.Value | None:
     """Returns [B, G, L, D] of which each head is repeated to [B, H, L, D]."""
-    merged = only_use(value, "Reshape")
-    wide = None if merged is None else only_use(merged.inputs[0], "Expand")
-    narrow = None if wide is None else only_use(wide.inputs[0], "Unsqueeze")
+    merged = maker(value, "Reshape")
+    wide = None if merged is None else maker(merged.inputs[0], "Expand")
+    narrow = None if wide is None else maker(wide.inputs[0], "Unsqueeze")
     if narrow is None or wide is None or integers(narrow.inputs[1]) != [2]:
         return None
     source = operand(narrow, 0)
@@ -83,8 +85,11 @@ class _Cache(NamedTuple):
     present: ir.Value
 
 
-def _caches(attention: Attention) -> list[_Cache]:
-    """Returns the caches of keys and of values, if inputs of the graph hold them."""
+def _caches(node: ir.Node, attention: Attention) -> list[_Cache]:
+    """Returns the caches of keys and of values, if inputs of the graph hold them.
+
+    The attention that a node ends must be the only one to use them: it is what makes them then.
+    """
     caches = []
     for value in (attention.keys, attention.values):
         join = maker(value, "Concat")
@@ -97,6 +102,20 @@ def _caches(attention: Attention) -> list[_Cache]:
     return caches
 
 
+def _leads_only_to(value: ir.Value, end: ir.Node) -> bool:
+    """Whether all that is computed of a value is a node's operand, but for graph outputs of it."""
+    seen: set[ir.Node] = set()
+    left = [value]
+    while left:
+        users = {user for user, _ in left.pop().uses()} - seen - {end}
+        seen |= users
+        outputs = [output for user in users for output in user.outputs]
+        if len(seen) > _MOST_NODES or any(output.is_graph_output() for output in outputs):
+            return False
+        left += outputs
+    return True
+
+
 # --- The nodes ---
 
 
@@ -104,7 +123,7 @@ def _fuse(writer: Writer, node: ir.Node, attention: Attention) -> None:
     heads, groups = dimensions(attention.queries)[1], dimensions(attention.keys)[1]
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
         return
-    caches = _caches(attention)
+    caches = _caches(node, attention)
     new = [cache.new for cache in caches] or [attention.keys, attention.values]
     by_token = _by_token([attention.queries, *new])
     result = _result_by_token(node)

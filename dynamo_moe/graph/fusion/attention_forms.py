@@ -144,7 +144,7 @@ def _with_sinks(value: ir.Value) -> _Weights | None:
     join = maker(value, "Concat")
     if join is None or len(join.inputs) != 2:
         return None
-    wide = only_use(join.inputs[1], "Expand")
+    wide = maker(join.inputs[1], "Expand")
     if wide is None or not is_last_axis(join.attributes.get_int("axis", 0), value):
         return None
     scores, sinks = operand(join, 0), operand(wide, 0)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from dynamo_moe.graph.matching import (
-    Dimension,
     Writer,
     are_alike,
     both_orders,
@@ -112,33 +111,34 @@ def _whole_of_halves(first: ir.Value, second: ir.Value) -> ir.Value | None:
 def _fuse(
     writer: Writer, old: ir.Value, rotation: _Rotation, halves: dict[ir.Value, ir.Value | None]
 ) -> None:
-    x, sizes = rotation.x, dimensions(rotation.x)
-    tables = [_table(writer, value, sizes, halves) for value in (rotation.cos, rotation.sin)]
-    if len(sizes) != 4 or None in tables:
+    tables = [_table(writer, value, rotation.x, halves) for value in rotation[1:]]
+    width, old, x = _with_rest(old, rotation.x)
+    node, sizes = old.producer(), dimensions(x)
+    if node is None or None in tables or len({axis for _, axis in filter(None, tables)}) != 1:
         return
-    width, old, x = _with_rest(old, x)
-    node = old.producer()
-    sizes = dimensions(x)
-    heads_first = maker(x, "Transpose")
-    first = permutation(heads_first) == HEADS_FIRST
-    if node is None or not isinstance(sizes[1], int) or not isinstance(sizes[3], int):
+    axis = next(axis for _, axis in filter(None, tables))
+    heads, head = sizes[axis], sizes[3]
+    if not isinstance(heads, int) or not isinstance(head, int):
         return
-    options = {} if width == sizes[3] else {"rotary_embedding_dim": width}
-    if heads_first is None or not first:
-        new = writer.node(node, "RotaryEmbedding", [x, *tables], options)
+    cos_sin = [table for table, _ in filter(None, tables)]
+    options = {} if width == head else {"rotary_embedding_dim": width}
+    turn = maker(x, "Transpose")
+    by_token = x if axis == 2 else None
+    if turn is not None and axis == 1 and permutation(turn) == HEADS_FIRST:
+        by_token = operand(turn, 0)
+    if by_token is None:
+        new = writer.node(node, "RotaryEmbedding", [x, *cos_sin], options)
         writer.replace(old, new.outputs[0])
         return
-    # Without turning axes, which attention does not need either.
-    by_token = operand(heads_first, 0)
-    options["num_heads"] = sizes[1]
+    # The heads stay side by side, as attention takes them too.
     flat = flattened(writer, node, by_token)
-    new = writer.node(node, "RotaryEmbedding", [flat, *tables], options)
-    result = typed(new.outputs[0], x, dimensions(flat))
-    shape = writer.ints([0, 0, sizes[1], sizes[3]])
-    heads = writer.node(node, "Reshape", [result, shape])
-    typed(heads.outputs[0], x, dimensions(by_token))
-    turned = writer.node(node, "Transpose", [heads.outputs[0]], {"perm": HEADS_FIRST})
-    writer.replace(old, turned.outputs[0])
+    options["num_heads"] = heads
+    rotated = writer.node(node, "RotaryEmbedding", [flat, *cos_sin], options).outputs[0]
+    parts = [typed(rotated, x, dimensions(flat)), writer.ints([0, 0, heads, head])]
+    result = typed(writer.node(node, "Reshape", parts).outputs[0], x, dimensions(by_token))
+    if by_token is not x:
+        result = writer.node(node, "Transpose", [result], {"perm": HEADS_FIRST}).outputs[0]
+    writer.replace(old, result)
 
 
 def flattened(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
@@ -172,29 +172,25 @@ def _with_rest(result: ir.Value, x: ir.Value) -> tuple[int, ir.Value, ir.Value]:
 
 
 def _table(
-    writer: Writer,
-    value: ir.Value,
-    sizes: tuple[Dimension, ...],
-    halves: dict[ir.Value, ir.Value | None],
-) -> ir.Value | None:
-    """Returns [B, S, R / 2] of what x of these sizes is multiplied by, None where it has not that.
+    writer: Writer, value: ir.Value, x: ir.Value, halves: dict[ir.Value, ir.Value | None]
+) -> tuple[ir.Value, int] | None:
+    """Returns [B, S, R / 2] of what x is multiplied by, and the axis of its heads.
 
     A table of twice the width must have been made of two equal halves side by side.
     """
-    spread = maker(value, "Unsqueeze")
-    if spread is None or len(sizes) != 4:
+    spread, sizes = maker(value, "Unsqueeze"), dimensions(x)
+    axes = None if spread is None else integers(spread.inputs[1])
+    if spread is None or axes not in ([1], [2]) or len(sizes) != 4:
         return None
-    axis, table = integers(spread.inputs[1]), operand(spread, 0)
-    tokens = {1: sizes[2], 2: sizes[1]}.get(axis[0]) if axis and len(axis) == 1 else None
-    width = dimensions(table)[-1:]
-    its = dimensions(table)[:2]
-    if len(its) < 2 or not isinstance(sizes[3], int):
-        return None
-    if not all(are_alike(*pair) for pair in zip(its, (sizes[0], tokens), strict=True)):
-        return None
-    if width == (sizes[3] // 2,):
-        return table
-    return _half(writer, table, halves) if width == (sizes[3],) else None
+    (axis,), table = axes, operand(spread, 0)
+    match dimensions(table), sizes[3]:
+        case (batch, tokens, int(width)), int(head):
+            fits = are_alike(batch, sizes[0]) and are_alike(tokens, sizes[3 - axis])
+            half = table if 2 * width == head else _half(writer, table, halves)
+            return (
+                (half, axis) if half is not None and fits and width in (head, head // 2) else None
+            )
+    return None
 
 
 def _half(
