@@ -25,6 +25,7 @@ from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.files.copies import Copies, Copy, with_copies
 from dynamo_moe.graph import lowering
 from dynamo_moe.graph.checking import InvalidGraphError, check
+from dynamo_moe.graph.fusion import FIRST_OPSET
 from dynamo_moe.graph.instantiate import Units
 from dynamo_moe.graph.pipeline import Form, give_form
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
@@ -77,6 +78,7 @@ def export(
     output_names: Sequence[str] | None = None,
     opset: int | None = None,
     fuse: bool = True,
+    shared_cache: bool = False,
     external_data: bool | None = None,
     link_weights: bool = False,
     layers_as_functions: bool = False,
@@ -126,6 +128,10 @@ def export(
             ``RMSNormalization``, rotary embeddings ``RotaryEmbedding``, and with target
             ``onnxruntime`` attention ``Attention``, which extends the cache of keys and values
             itself. Attention with sinks becomes ``com.microsoft::GroupQueryAttention``.
+        shared_cache: With target ``onnxruntime``, a language model's attention becomes
+            ``com.microsoft::GroupQueryAttention``, which writes new keys and values into the cache
+            where a caller gives the same buffers as ``past_key_values`` and as ``present``. They
+            have room for all tokens to come; ``attention_mask`` says how many there are.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
         link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
             in the checkpoint's own files, which the ONNX file then refers to. The ONNX file must be
@@ -172,6 +178,11 @@ def export(
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
+    if shared_cache and not (lowered_for.takes_attention and fuse and opset >= FIRST_OPSET):
+        raise ValueError(
+            f"shared_cache needs target 'onnxruntime', fuse and an opset of at least "
+            f"{FIRST_OPSET}; got target {target!r}, fuse={fuse} and opset {opset}"
+        )
     if repeated_blocks not in get_args(RepeatedBlocks):
         raise ValueError(f"repeated_blocks must be 'auto' or 'off', got {repeated_blocks!r}")
     model_files.check_destination(path)
@@ -194,6 +205,7 @@ def export(
             layers_as_functions,
             repeated_blocks,
             fuse,
+            shared_cache,
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
             written = _write(model, arguments, dynamic_shapes, form, path, external_data)
@@ -241,6 +253,7 @@ class _Form(NamedTuple):
     layers_as_functions: bool
     repeated_blocks: RepeatedBlocks
     fuse: bool
+    shared_cache: bool
 
 
 class _Written(NamedTuple):
@@ -360,7 +373,12 @@ def _graph_with(
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
     graph_form = Form(
-        form.target, form.body, form.link_weights, form.layers_as_functions, form.fuse
+        form.target,
+        form.body,
+        form.link_weights,
+        form.layers_as_functions,
+        form.fuse,
+        form.shared_cache,
     )
     layers, copies = give_form(traced, graph_form, units)
     notes = [*([fallback] if fallback else []), *trials.notes]

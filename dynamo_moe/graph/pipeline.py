@@ -19,7 +19,8 @@ from onnx_ir.passes import PostconditionError, PreconditionError
 
 from dynamo_moe.files import metadata
 from dynamo_moe.files.copies import Copies
-from dynamo_moe.graph import fusion, lowering, passes
+from dynamo_moe.graph import lowering, passes
+from dynamo_moe.graph.fusion import FIRST_OPSET, Fusion, fuse
 from dynamo_moe.graph.instantiate import (
     Instances,
     Units,
@@ -47,6 +48,7 @@ class Form(NamedTuple):
         link_weights: Whether weights may stay in the files that they come from, as they lie there.
         layers_as_functions: Whether equal blocks become calls of functions.
         fuse: Whether norms, rotary embeddings and attention become one node each.
+        shared_cache: Whether attention writes into the cache's own buffers.
     """
 
     target: Target
@@ -54,6 +56,7 @@ class Form(NamedTuple):
     link_weights: bool = False
     layers_as_functions: bool = False
     fuse: bool = True
+    shared_cache: bool = False
 
 
 @dataclass
@@ -123,7 +126,8 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         RecordLayers(findings),
         None if target.keeps_nodes else ReplaceNodes(target, findings),
         Simplify(findings, link=link),
-        FuseOperators(operators=form.fuse, attention=target.takes_attention),
+        None if target.keeps_nodes else FoldStackedWeights(),
+        FuseOperators(Fusion(form.fuse, target.takes_attention, form.shared_cache)),
         RollRepeats(),
         AddBodies(target, form.body) if target.keeps_nodes else None,
         InstantiateUnits(findings),
@@ -277,8 +281,8 @@ class Simplify(Step):
 class FuseOperators(Step):
     """Makes norms, rotary embeddings and attention one node each, where the opset has them."""
 
-    def __init__(self, *, operators: bool, attention: bool) -> None:
-        self._operators, self._attention = operators, attention
+    def __init__(self, wanted: Fusion) -> None:
+        self._wanted = wanted
 
     def requires(self, model: ir.Model) -> None:
         """The graph is simplified: the forms are those that are left."""
@@ -286,8 +290,8 @@ class FuseOperators(Step):
 
     def change(self, model: ir.Model) -> None:
         """Fuses the operators of the main graph."""
-        if model.opset_imports.get("", 0) >= fusion.FIRST_OPSET:
-            fusion.fuse(model, operators=self._operators, attention=self._attention)
+        if model.opset_imports.get("", 0) >= FIRST_OPSET:
+            fuse(model, self._wanted)
             passes.tidy(model)
 
     def ensures(self, model: ir.Model) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynamo_moe.moe_nodes.nodes import moe_nodes
+from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 
@@ -23,10 +24,13 @@ from dynamo_moe.weights.placeholders import as_ir
 def fold_stacked_weights(model: ir.Model) -> None:
     """Makes one weight of what an MoE node's input is computed from, where that is weights alone.
 
+    The node is ours, or one of a runtime, which may want a layer's weights in another order.
+
     A weight that is also used elsewhere is left to be stacked by the runtime: the file would hold
     it twice.
     """
-    for node in moe_nodes(model):
+    foreign = [node for node in model.graph if foreign_operator(node.domain, node.op_type)]
+    for node in [*moe_nodes(model), *foreign]:
         for position, value in enumerate(node.inputs):
             if position == 0 or value is None or value.is_initializer():
                 continue
@@ -95,7 +99,10 @@ def _expression(
     ]
     if any(operand is None for operand in operands):
         return None
-    result = _MEANINGS[node.op_type](node, operands)
+    if node.op_type == "Split":
+        result = _part(value, operands[0])
+    else:
+        result = _MEANINGS[node.op_type](node, operands)
     return result if isinstance(result, LazyTensor) else None
 
 
@@ -106,6 +113,20 @@ def _concat(node: ir.Node, operands: list[Tensor]) -> Tensor:
     if axis == 0 and all(m is not None and m.op_type == "Unsqueeze" for m in makers):
         return torch.stack([operand.squeeze(0) for operand in operands])
     return torch.cat(operands, axis)
+
+
+def _part(value: ir.Value, operand: Tensor | None) -> Tensor | None:
+    """Returns the part of a tensor that one of the outputs of a Split is."""
+    node = value.producer()
+    if operand is None or node is None or any(output.shape is None for output in node.outputs):
+        return None
+    axis = node.attributes.get_int("axis", 0) % operand.ndim
+    sizes = [output.shape[axis] for output in node.outputs if output.shape is not None]
+    parts = [size for size in sizes if isinstance(size, int)]
+    if len(parts) < len(node.outputs) or sum(parts) != operand.shape[axis]:
+        return None
+    number = list(node.outputs).index(value)
+    return operand.narrow(axis, sum(parts[:number]), parts[number])
 
 
 def _reshape(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
@@ -146,6 +167,7 @@ _MEANINGS: dict[str, Callable[[ir.Node, list[Any]], Any]] = {
     "Identity": lambda node, operands: operands[0],
     "Reshape": _reshape,
     "Slice": _slice,
+    "Split": lambda node, operands: None,  # Of several outputs, each has its own.
     "Transpose": lambda node, operands: operands[0].permute(*node.attributes["perm"].as_ints()),
     "Unsqueeze": lambda node, operands: operands[0].unsqueeze(*_constant(node.inputs[1])),
 }

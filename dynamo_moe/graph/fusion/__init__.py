@@ -6,11 +6,15 @@ PyTorch's trace has after it was simplified; whatever differs stays as it is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import onnx_ir as ir
 
+from dynamo_moe.graph import passes
 from dynamo_moe.graph.fusion.attention import fuse_attention, give_masks_rows
 from dynamo_moe.graph.fusion.norms import fuse_norms
 from dynamo_moe.graph.fusion.rotary import fuse_rotary_embeddings
+from dynamo_moe.graph.fusion.shared_cache import share_cache
 from dynamo_moe.graph.matching import Writer
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
 
@@ -18,21 +22,41 @@ FIRST_OPSET = 23
 """The version of the standard that has these operators."""
 
 
-def fuse(model: ir.Model, *, operators: bool = True, attention: bool = True) -> None:
+class Fusion(NamedTuple):
+    """How far to go.
+
+    Attributes:
+        operators: Whether norms and rotary embeddings become one node each.
+        attention: Whether attention does, too.
+        shared_cache: Whether attention writes new keys and values into the cache's own buffers.
+    """
+
+    operators: bool = True
+    attention: bool = True
+    shared_cache: bool = False
+
+
+def fuse(model: ir.Model, fusion: Fusion) -> None:
     """Makes norms, rotary embeddings and attention of the main graph one node each, in place.
+
+    Masks of what is one node already become such that ONNX Runtime takes them.
 
     Args:
         model: The model, simplified.
-        operators: Whether to. Otherwise only the masks of what is one node already are made such
-            that ONNX Runtime takes them.
-        attention: Whether attention, too.
+        fusion: How far to go.
+
+    Raises:
+        ValueError: If the cache cannot be shared.
     """
     writer = Writer(model.graph)
-    if operators:
+    if fusion.operators:
         fuse_norms(writer)
         fuse_rotary_embeddings(writer)
-        if attention:
-            fuse_attention(writer)
-            if any(node.domain == ONNXRUNTIME_ATTENTION.domain for node in model.graph):
-                model.opset_imports.setdefault(ONNXRUNTIME_ATTENTION.domain, 1)
+    if fusion.operators and fusion.attention:
+        fuse_attention(writer, grouped=fusion.shared_cache)
+        if any(node.domain == ONNXRUNTIME_ATTENTION.domain for node in model.graph):
+            model.opset_imports.setdefault(ONNXRUNTIME_ATTENTION.domain, 1)
     give_masks_rows(writer)
+    if fusion.shared_cache:
+        passes.tidy(model)
+        share_cache(writer)

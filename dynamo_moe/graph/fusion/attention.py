@@ -34,12 +34,18 @@ _MOST_NODES = 100
 """More nodes than an attention has."""
 
 
-def fuse_attention(writer: Writer) -> None:
-    """Makes each attention one node: Attention, or ONNX Runtime's own where it has sinks."""
+def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
+    """Makes each attention one node: Attention, or ONNX Runtime's own where it has sinks.
+
+    Args:
+        writer: Of the graph.
+        grouped: Whether ONNX Runtime's own everywhere: it can write new keys and values into the
+            buffers that hold the cache.
+    """
     for node in list(writer.graph):
         attention = attention_of(node)
         if attention is not None:
-            _fuse(writer, node, _without_repeats(attention))
+            _fuse(writer, node, _without_repeats(attention), grouped=grouped)
 
 
 def give_masks_rows(writer: Writer) -> None:
@@ -119,7 +125,7 @@ def _leads_only_to(value: ir.Value, end: ir.Node) -> bool:
 # --- The nodes ---
 
 
-def _fuse(writer: Writer, node: ir.Node, attention: Attention) -> None:
+def _fuse(writer: Writer, node: ir.Node, attention: Attention, *, grouped: bool) -> None:
     heads, groups = dimensions(attention.queries)[1], dimensions(attention.keys)[1]
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
         return
@@ -127,8 +133,10 @@ def _fuse(writer: Writer, node: ir.Node, attention: Attention) -> None:
     new = [cache.new for cache in caches] or [attention.keys, attention.values]
     by_token = _by_token([attention.queries, *new])
     result = _result_by_token(node)
-    if attention.sinks is not None:
-        if by_token is None or result is None or not _takes_sinks(attention, caches):
+    grouped = grouped and by_token is not None and result is not None
+    grouped = grouped and _can_be_grouped(attention, caches)
+    if attention.sinks is not None or grouped:
+        if by_token is None or result is None or not _can_be_grouped(attention, caches):
             return
         fused = _grouped(writer, node, attention, by_token, caches)
     elif by_token is None or result is None:
@@ -223,13 +231,16 @@ def _with_rows(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value)
     return typed(wide, mask, (*sizes[:-2], tokens, sizes[-1]))
 
 
-# --- Sinks ---
+# --- ONNX Runtime's own ---
 
 
-def _takes_sinks(attention: Attention, caches: Sequence[_Cache]) -> bool:
-    """Whether ONNX Runtime's operator takes it: it needs a cache, and a mask of four axes."""
-    mask = attention.mask
-    return bool(caches) and mask is not None and len(dimensions(mask)) == 4
+def _can_be_grouped(attention: Attention, caches: Sequence[_Cache]) -> bool:
+    """Whether ONNX Runtime's operator takes it.
+
+    It needs a cache, with keys and values of one width, and a mask of four axes.
+    """
+    widths = {dimensions(cache.past)[-1:] for cache in caches}
+    return len(widths) == 1 and len(dimensions(attention.mask)) == 4
 
 
 def _grouped(
@@ -239,23 +250,36 @@ def _grouped(
     by_token: Sequence[ir.Value],
     caches: Sequence[_Cache],
 ) -> ir.Node:
-    """Adds ONNX Runtime's GroupQueryAttention, which has sinks; the mask says what is seen."""
+    """Adds ONNX Runtime's GroupQueryAttention, of which the mask says what is seen."""
     queries, keys, values = (flattened(writer, node, value) for value in by_token)
     if attention.mask is None:
         raise ValueError(f"{node.name!r} has no mask")
-    mask = _with_rows(writer, node, attention.mask, attention.queries)
+    mask = _added(writer, node, attention.mask, attention.queries)
     past = [cache.past for cache in caches]
     lengths = _lengths(writer, node, mask, queries)
-    sinks = _by_head(writer, node, attention.sinks)
     options = {
         **_options(attention),
         "num_heads": dimensions(attention.queries)[1],
         "kv_num_heads": dimensions(attention.keys)[1],
         "causal": 0,
     }
-    inputs = [queries, keys, values, *past, *lengths, None, None, None, mask, sinks]
+    inputs = [queries, keys, values, *past, *lengths, None, None, None, mask]
+    if attention.sinks is not None:
+        inputs.append(_by_head(writer, node, attention.sinks))
     operator = ONNXRUNTIME_ATTENTION
     return writer.node(node, operator.op_type, inputs, options, results=3, domain=operator.domain)
+
+
+def _added(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
+    """Returns a mask that is added to scores, with a row for each token, of one that is or says."""
+    mask = _with_rows(writer, node, mask, queries)
+    if mask.dtype != ir.DataType.BOOL or queries.dtype is None:
+        return mask
+    zero = np.zeros((), queries.dtype.numpy())
+    least = np.asarray(queries.dtype.min, zero.dtype)
+    choices = writer.constant(zero), writer.constant(least)
+    added = writer.node(node, "Where", [mask, *choices]).outputs[0]
+    return typed(added, queries, dimensions(mask))
 
 
 def _lengths(
@@ -276,15 +300,13 @@ def _lengths(
     return typed(lasts, one, dimensions(queries)[:1]), typed(scalar_total, one, [])
 
 
-def _by_head(writer: Writer, before: ir.Node, sinks: ir.Value | None) -> ir.Value:
+def _by_head(writer: Writer, before: ir.Node, sinks: ir.Value) -> ir.Value:
     """Returns sinks [1, H, 1, 1] as [H]."""
     heads = dimensions(sinks)[1]
     shaped = maker(sinks, "Reshape")
     if shaped is not None and dimensions(shaped.inputs[0]) == (heads,):
         return operand(shaped, 0)
-    if sinks is not None and sinks.is_initializer() and sinks.const_value is not None:
+    if sinks.is_initializer() and sinks.const_value is not None:
         return writer.constant(sinks.const_value.numpy().reshape(-1))
-    if sinks is None:
-        raise ValueError(f"{before.name!r} has no sinks")
     flat = writer.node(before, "Reshape", [sinks, writer.ints([-1])]).outputs[0]
     return typed(flat, sinks, [heads])
