@@ -1,13 +1,14 @@
 """Recognising attention, by what a graph computes.
 
-Legend: B batch, S new tokens, L keys, H heads, G heads of keys and values, D width of a head.
+Legend: B batch, S new tokens, P tokens in the cache, L keys, H heads, G heads of keys and values,
+D width of a head.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -24,6 +25,9 @@ from dynamo_moe.graph.matching import (
 )
 
 _RANK = 4
+
+_MOST_NODES = 100
+"""More nodes than an attention has."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class Attention:
     scale: float
     softcap: float = 0.0
     sinks: ir.Value | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Returns the attributes that operators of attention share."""
+        return {"scale": self.scale, **({"softcap": self.softcap} if self.softcap else {})}
 
 
 def attention_of(node: ir.Node) -> Attention | None:
@@ -197,3 +205,69 @@ def _unscaled(value: ir.Value) -> tuple[ir.Value, float]:
     if division is not None and divisor:
         return operand(division, 0), 1 / divisor
     return value, 1.0
+
+
+# --- Repeated heads and the cache ---
+
+
+def without_repeats(attention: Attention) -> Attention:
+    """Takes keys and values before their heads are repeated."""
+    keys, values = _unrepeated(attention.keys), _unrepeated(attention.values)
+    if keys is None or values is None or dimensions(keys)[1] != dimensions(values)[1]:
+        return attention
+    return replace(attention, keys=keys, values=values)
+
+
+def _unrepeated(value: ir.Value) -> ir.Value | None:
+    """Returns [B, G, L, D] of which each head is repeated to [B, H, L, D]."""
+    merged = maker(value, "Reshape")
+    wide = None if merged is None else maker(merged.inputs[0], "Expand")
+    narrow = None if wide is None else maker(wide.inputs[0], "Unsqueeze")
+    if narrow is None or wide is None or integers(narrow.inputs[1]) != [2]:
+        return None
+    source = operand(narrow, 0)
+    match dimensions(source), dimensions(wide.outputs[0]):
+        case (batch, int(groups), *rest), (_, _, int(repeats), *_) as repeated:
+            is_repeat = repeated == (batch, groups, repeats, *rest)
+            fits = dimensions(value) == (batch, groups * repeats, *rest)
+            return source if is_repeat and fits else None
+    return None
+
+
+class Cache(NamedTuple):
+    """Keys or values of the tokens so far, of the new ones, and of all: [B, G, P | S | L, D]."""
+
+    past: ir.Value
+    new: ir.Value
+    present: ir.Value
+
+
+def caches_of(node: ir.Node, attention: Attention) -> list[Cache]:
+    """Returns the caches of keys and of values, if inputs of the graph hold them.
+
+    The attention that a node ends must be the only one to use them: it is what makes them then.
+    """
+    caches = []
+    for value in (attention.keys, attention.values):
+        join = maker(value, "Concat")
+        if join is None or len(join.inputs) != 2 or not _leads_only_to(value, node):
+            return []
+        past, new = operand(join, 0), operand(join, 1)
+        if not past.is_graph_input() or join.attributes.get_int("axis", 0) not in (2, -2):
+            return []
+        caches.append(Cache(past, new, value))
+    return caches
+
+
+def _leads_only_to(value: ir.Value, end: ir.Node) -> bool:
+    """Whether all that is computed of a value is a node's operand, but for graph outputs of it."""
+    seen: set[ir.Node] = set()
+    left = [value]
+    while left:
+        users = {user for user, _ in left.pop().uses()} - seen - {end}
+        seen |= users
+        outputs = [output for user in users for output in user.outputs]
+        if len(seen) > _MOST_NODES or any(output.is_graph_output() for output in outputs):
+            return False
+        left += outputs
+    return True

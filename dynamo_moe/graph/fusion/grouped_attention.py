@@ -1,0 +1,93 @@
+"""ONNX Runtime's GroupQueryAttention: it has sinks, and can write into the cache's buffers.
+
+Legend: B batch, S new tokens, L keys, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dynamo_moe.graph.fusion.attention_forms import Attention, Cache
+from dynamo_moe.graph.fusion.masks import added_to_scores, is_causal
+from dynamo_moe.graph.matching import Writer, dimensions, maker, operand, typed
+from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
+
+
+def can_be_grouped(attention: Attention, caches: Sequence[Cache]) -> bool:
+    """Whether ONNX Runtime's operator takes it.
+
+    It needs a cache, with keys and values of one width, and a mask of four axes.
+    """
+    widths = {dimensions(cache.past)[-1:] for cache in caches}
+    return len(widths) == 1 and len(dimensions(attention.mask)) == 4
+
+
+def grouped_attention(
+    writer: Writer,
+    node: ir.Node,
+    attention: Attention,
+    tensors: Sequence[ir.Value],
+    caches: Sequence[Cache],
+) -> ir.Node:
+    """Adds the operator, before the node that it replaces.
+
+    Args:
+        writer: Of the graph.
+        node: The node.
+        attention: What it computes.
+        tensors: Queries, keys and values [B, S, H * D] of the new tokens.
+        caches: The caches of keys and of values.
+    """
+    queries = tensors[0]
+    if attention.mask is None:
+        raise ValueError(f"{node.name!r} has no mask")
+    mask = added_to_scores(writer, node, attention.mask, attention.queries)
+    past = [cache.past for cache in caches]
+    lengths = _lengths(writer, node, mask, queries)
+    options: dict[str, Any] = {
+        **attention.options(),
+        "num_heads": dimensions(attention.queries)[1],
+        "kv_num_heads": dimensions(attention.keys)[1],
+    }
+    # It is causal by itself. ONNX Runtime lets one say that it is not since 1.30.
+    if not is_causal(attention.mask):
+        options["causal"] = 0
+    inputs = [*tensors, *past, *lengths, None, None, None, mask]
+    if attention.sinks is not None:
+        inputs.append(_by_head(writer, node, attention.sinks))
+    operator = ONNXRUNTIME_ATTENTION
+    return writer.node(node, operator.op_type, inputs, options, results=3, domain=operator.domain)
+
+
+def _lengths(
+    writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Returns each sequence's last position [B] and their length, int32: L of a mask's last axis.
+
+    Padding counts: the mask hides it.
+    """
+    ints, one = writer.ints([1]), writer.constant(np.array([1], np.int32))
+    length = writer.node(node, "Shape", [mask], {"start": 3, "end": 4}).outputs[0]
+    narrow = {"to": ir.DataType.INT32}
+    total = writer.node(node, "Cast", [typed(length, ints, [1])], narrow).outputs[0]
+    last = writer.node(node, "Sub", [typed(total, one, [1]), one]).outputs[0]
+    batch = writer.node(node, "Shape", [queries], {"start": 0, "end": 1}).outputs[0]
+    lasts = writer.node(node, "Expand", [typed(last, one, [1]), typed(batch, ints, [1])]).outputs[0]
+    scalar_total = writer.node(node, "Squeeze", [total]).outputs[0]
+    return typed(lasts, one, dimensions(queries)[:1]), typed(scalar_total, one, [])
+
+
+def _by_head(writer: Writer, before: ir.Node, sinks: ir.Value) -> ir.Value:
+    """Returns sinks [1, H, 1, 1] as [H]."""
+    heads = dimensions(sinks)[1]
+    shaped = maker(sinks, "Reshape")
+    if shaped is not None and dimensions(shaped.inputs[0]) == (heads,):
+        return operand(shaped, 0)
+    if sinks.is_initializer() and sinks.const_value is not None:
+        return writer.constant(sinks.const_value.numpy().reshape(-1))
+    flat = writer.node(before, "Reshape", [sinks, writer.ints([-1])]).outputs[0]
+    return typed(flat, sinks, [heads])

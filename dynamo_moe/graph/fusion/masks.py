@@ -1,0 +1,99 @@
+"""Masks of attention, in the forms that operators take.
+
+Legend: B batch, S new tokens, P tokens in the cache, L keys, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from dynamo_moe.graph.matching import Writer, dimensions, integers, maker, operand, scalar, typed
+
+_LEAST = -1e30
+"""A number that no score makes up for: what is added to the score of a key that is not seen."""
+
+
+def seen_keys(mask: ir.Value) -> ir.Value:
+    """Returns which keys are seen, if a mask is 0 there and a least number elsewhere."""
+    choice = maker(mask, "Where")
+    if choice is None or scalar(choice.inputs[1]) != 0:
+        return mask
+    other = scalar(choice.inputs[2])
+    lowest = _LEAST if mask.dtype != ir.DataType.FLOAT16 else float(np.finfo(np.float16).min)
+    return operand(choice, 0) if other is not None and other <= lowest else mask
+
+
+def with_rows(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
+    """Returns a mask with a row for each of the tokens of queries [B, H, S, D]."""
+    sizes, tokens = dimensions(mask), dimensions(queries)[2]
+    if len(sizes) < 2 or sizes[-2] != 1 or tokens == 1:
+        return mask
+    one = writer.ints([1])
+    count = writer.node(node, "Shape", [queries], {"start": 2, "end": 3}).outputs[0]
+    parts = [*[one] * (len(sizes) - 2), typed(count, one, [1]), one]
+    shape = writer.node(node, "Concat", parts, {"axis": 0}).outputs[0]
+    wide = writer.node(node, "Expand", [mask, typed(shape, one, [len(sizes)])]).outputs[0]
+    return typed(wide, mask, (*sizes[:-2], tokens, sizes[-1]))
+
+
+def added_to_scores(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
+    """Returns a mask that is added to scores, with a row for each token, of one that is or says."""
+    mask = with_rows(writer, node, mask, queries)
+    if mask.dtype != ir.DataType.BOOL or queries.dtype is None:
+        return mask
+    zero = np.zeros((), queries.dtype.numpy())
+    least = np.asarray(queries.dtype.min, zero.dtype)
+    choices = writer.constant(zero), writer.constant(least)
+    added = writer.node(node, "Where", [mask, *choices]).outputs[0]
+    return typed(added, queries, dimensions(mask))
+
+
+def is_causal(mask: ir.Value) -> bool:
+    """Whether a mask [B, 1, S, L] hides what comes after a token, as far as its nodes show that.
+
+    They must compare ``range(L)`` with ``range(S) + P``, and hide at least where that says so.
+    """
+    choice = maker(mask, "Where")
+    if choice is not None:
+        hides = mask.dtype is not None and seen_keys(mask) is not mask
+        return hides and is_causal(operand(choice, 0))
+    both = maker(mask, "And")
+    if both is not None:
+        return any(is_causal(operand(both, position)) for position in (0, 1))
+    compared = maker(mask, "LessOrEqual")
+    if compared is None:
+        return False
+    keys, queries = (
+        _along(value, axis) for value, axis in zip(compared.inputs, (3, 2), strict=True)
+    )
+    later = maker(queries, "Add")
+    if later is None or not _counts_from_zero(keys):
+        return False
+    starts = [operand(later, position) for position in (0, 1)]
+    return any(
+        _counts_from_zero(one) and _is_length_of_cache(other)
+        for one, other in (starts, reversed(starts))
+    )
+
+
+def _along(value: ir.Value | None, axis: int) -> ir.Value | None:
+    """Returns the values that stand along an axis of four."""
+    spread = maker(value, "Unsqueeze")
+    axes = None if spread is None else integers(spread.inputs[1])
+    return spread.inputs[0] if spread and axes == [i for i in range(4) if i != axis] else None
+
+
+def _counts_from_zero(value: ir.Value | None) -> bool:
+    counts = maker(value, "Range")
+    return counts is not None and scalar(counts.inputs[0]) == 0 and scalar(counts.inputs[2]) == 1
+
+
+def _is_length_of_cache(value: ir.Value) -> bool:
+    """Whether a value is P of an input [B, G, P, D] of the graph."""
+    flat = maker(value, "Squeeze", "Reshape")
+    size = maker(value if flat is None else flat.inputs[0], "Shape")
+    if size is None:
+        return False
+    ends = [size.attributes.get_int(name, -1) for name in ("start", "end")]
+    return ends == [2, 3] and operand(size, 0).is_graph_input()
