@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dynamo_moe.export_report import ExportReport
     from dynamo_moe.exporting import ExportError, export
     from dynamo_moe.files.offloading import OffloadReport, offload_file
+    from dynamo_moe.generation import generate
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
     from dynamo_moe.moe_nodes.translation import onnx_translation_table
@@ -60,6 +61,8 @@ __all__ = [
     "ExportError",
     "ExportReport",
     "onnx_translation_table",
+    # Generating
+    "generate",
     # Training
     "export_training",
     "TrainingReport",
@@ -101,6 +104,7 @@ _HOME = {
     "ExportError": "exporting",
     "ExportReport": "export_report",
     "onnx_translation_table": "moe_nodes.translation",
+    "generate": "generation",
     "export_training": "training",
     "TrainingReport": "training",
     "register_op": "operators.registration",

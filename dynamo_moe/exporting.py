@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -83,6 +83,7 @@ def export(
     link_weights: bool = False,
     layers_as_functions: bool = False,
     repeated_blocks: RepeatedBlocks = "auto",
+    metadata_props: Mapping[str, str] | None = None,
     progress: bool | Progress = False,
     profile: bool = False,
 ) -> ExportReport:
@@ -146,6 +147,7 @@ def export(
             traced, and the others are their copies in the file, once a run of the whole model
             without values has shown that all of them run the same operators; the report says of
             which, or why of none. ``off``: each block is traced.
+        metadata_props: Further entries of the file's metadata.
         progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
             called at the beginning of each phase with its name, 0 and 0, and while weights are
             written with ``"serialization"``, the bytes so far and in all.
@@ -206,6 +208,7 @@ def export(
             repeated_blocks,
             fuse,
             shared_cache,
+            metadata_props or {},
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
             written = _write(model, arguments, dynamic_shapes, form, path, external_data)
@@ -254,6 +257,7 @@ class _Form(NamedTuple):
     repeated_blocks: RepeatedBlocks
     fuse: bool
     shared_cache: bool
+    metadata_props: Mapping[str, str]
 
 
 class _Written(NamedTuple):
@@ -281,6 +285,7 @@ def _write(
         graph = _graph(model, arguments, example, form)
         model_ir, layers = graph.model, graph.layers
         _rename("output_names", model_ir.graph.outputs, form.output_names)
+        model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

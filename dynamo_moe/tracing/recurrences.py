@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dynamo_moe.private import tracer
 from dynamo_moe.process_state import replaced
 
 _MODELS = "transformers.models."
+_NO_LIMITS = (0.0, float("inf"))
 
 
 @contextmanager
@@ -57,11 +58,13 @@ def _selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
+    initial_state: Tensor | None = None,
     **_: Any,
 ) -> Any:
     """The recurrence of Mamba (https://arxiv.org/abs/2312.00752, equation 2).
 
     ``h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t`` and ``y_t = C_t h_t + D u_t``, times ``silu(z)``.
+    It begins with ``initial_state`` ``[B, C, N]``, or zeros.
 
     Returns:
         ``[B, C, L]``; with ``return_last_state`` also the last ``h``, ``[B, C, N]``.
@@ -81,7 +84,7 @@ def _selective_scan(
         h = decay * h + update
         return h, h.clone()
 
-    start = torch.zeros_like(update_LBCN[0])
+    start = torch.zeros_like(update_LBCN[0]) if initial_state is None else initial_state.float()
     last, h_LBCN = tracer.scan(step, start, (decay_LBCN, update_LBCN))
     y = (h_LBCN.to(dtype) * C_LB1N.to(dtype)).sum(-1).permute(1, 2, 0)
     if D is not None:
@@ -152,26 +155,114 @@ def _delta_rule(
     return o_LBHV.transpose(0, 1).to(dtype), last if output_final_state else None
 
 
-class _OneBlock:
-    """A module of MiniMax's lightning attention whose block is as long as the tokens."""
+def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets Jamba's mixer of several tokens begin with the state in its cache, not with zeros."""
 
-    def __init__(self, module: nn.Module, length: int) -> None:
-        self._module = module
-        self.block_size = length
-        own_class: Any = type(module)
-        factors = own_class.decay_factors(self, module.slope_rate)
-        self.query_decay, self.key_decay, self.diagonal_decay = factors
+    @wraps(original)
+    def forward(
+        self: nn.Module, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        number: Any = self.layer_idx
+        state = None if cache_params is None else cache_params.get_recurrent_state(number)
+        scan = partial(_selective_scan, initial_state=state)
+        with replaced(sys.modules[type(self).__module__], "mamba_selective_scan", _instead(scan)):
+            return original(self, hidden_states, cache_params, *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    return forward
+
+
+def _unlimited_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets Mamba-2's chunks limit time steps in prompts alone.
+
+    transformers' form for one token and a state, which a trace of several does not have, has no
+    limits.
+    """
+
+    @wraps(original)
+    def scan(
+        hidden_states: Tensor,
+        dt_BLH: Tensor,
+        *args: Any,
+        initial_states: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = _NO_LIMITS,
+        **kwargs: Any,
+    ) -> Any:
+        length = dt_BLH.shape[1]
+        is_step_too = initial_states is not None and isinstance(length, torch.SymInt)
+        if is_step_too and tuple(dt_limit) != _NO_LIMITS:
+            if dt_bias is not None:
+                dt_BLH = dt_BLH + dt_bias.to(dt_BLH.dtype)
+            if dt_softplus:
+                dt_BLH = F.softplus(dt_BLH)
+            is_prompt = torch.arange(length, device=dt_BLH.device)[-1] > 0
+            dt_BLH = torch.where(is_prompt, dt_BLH.clamp(*dt_limit), dt_BLH)
+            dt_bias, dt_softplus, dt_limit = None, False, _NO_LIMITS
+        options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        return original(
+            hidden_states, dt_BLH, *args, initial_states=initial_states, **options, **kwargs
+        )
+
+    return scan
+
+
+def _lightning_attention(
+    qkv_BLHW: Tensor, slope_H11: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Lightning attention (https://arxiv.org/abs/2401.04658) of all tokens as one block.
+
+    ``S_t = exp(-slope) S_{t-1} + k_t v_t^T`` and ``o_t = S_t^T q_t``.
+
+    Args:
+        qkv_BLHW: Queries, keys and values beside each other in the last axis.
+        slope_H11: By how much a head forgets with each token.
+        initial_state: ``S_0``, ``[B, H, W/3, W/3]``; None: zeros.
+
+    Returns:
+        ``o`` ``[B, L, H, W/3]``, and the last ``S``.
+    """
+    q_BHLK, k_BHLK, v_BHLV = qkv_BLHW.transpose(1, 2).chunk(3, dim=-1)
+    age_L = torch.arange(qkv_BLHW.shape[1], device=qkv_BLHW.device)
+    distance_LL = age_L[:, None] - age_L
+    decay_HLL = torch.exp(-slope_H11 * distance_LL.clamp(min=0)) * (distance_LL >= 0)
+    o_BHLV = (q_BHLK @ k_BHLK.transpose(-1, -2) * decay_HLL) @ v_BHLV
+    remaining_HL1 = torch.exp(-slope_H11 * age_L.flip(0)[:, None])
+    last_BHKV = (k_BHLK * remaining_HL1).transpose(-1, -2) @ v_BHLV
+    if initial_state is not None:
+        remaining_HL1 = torch.exp(-slope_H11 * (age_L + 1)[:, None])
+        o_BHLV = o_BHLV + (q_BHLK * remaining_HL1) @ initial_state
+        last_BHKV = last_BHKV + remaining_HL1[:, -1:] * initial_state
+    return o_BHLV.transpose(1, 2), last_BHKV
 
 
 def _in_one_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets lightning attention (https://arxiv.org/abs/2401.04658) run without its loop."""
+    """Computes MiniMax's layer of lightning attention without its loops over blocks and tokens."""
 
     @wraps(original)
-    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(_OneBlock(self, hidden_states.shape[1]), hidden_states, *args, **kwargs)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(hidden_states.shape[1], torch.SymInt):
+            arguments = position_embeddings, attention_mask, past_key_values
+            return original(self, hidden_states, *arguments, **kwargs)  # type: ignore[no-any-return]
+        number, state = self.layer_idx, None
+        if past_key_values is not None:
+            state = past_key_values.get_linear_cache(number)
+        qkv = self.act_fn(self.qkv_proj(hidden_states))
+        if attention_mask is not None:
+            qkv = qkv * attention_mask[..., None].to(qkv.dtype)
+        qkv = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
+        attended, state = _lightning_attention(qkv, self.slope_rate, state)
+        gate = self.output_gate(hidden_states).sigmoid()
+        if past_key_values is not None:
+            past_key_values.set_linear_cache(number, state)
+        return self.out_proj(gate * self.norm(attended.flatten(-2))), state
 
     return forward
 
@@ -195,7 +286,9 @@ def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
 # its loop is over tokens, not over chunks, so that even a fixed length is hundreds of turns.
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "mamba_selective_scan": _instead(_selective_scan),
+    "mamba2_chunk_scan": _unlimited_steps,
     "torch_chunk_gated_delta_rule": _delta_rule_or,
     "chunk_kimi_delta_attention": _delta_rule_or,
+    "JambaMambaMixer": _going_on,
     "MiniMaxLightningAttention": _in_one_block,
 }

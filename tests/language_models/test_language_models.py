@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import dynamo_moe
+from architecture_table import write_row
+from dynamo_moe.files.cache_entries import KEY
+from dynamo_moe.generation import cache_of
 from dynamo_moe.language_models import example_case, performing
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES
@@ -21,42 +24,59 @@ KEY_VALUE = ("key", "value")
 WITH_PAST = "text-generation-with-past"
 
 
-def generate(session: Any, ids: np.ndarray, mask: np.ndarray, tokens: int) -> np.ndarray:
-    """Greedy generation: the cache goes in and out of one file."""
-    caches = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
-    past = {i.name: np.zeros((len(ids), i.shape[1], 0, i.shape[3]), np.float32) for i in caches}
-    text, new = ids, ids
-    for _ in range(tokens):
-        logits, *present = session.run(None, {"input_ids": new, "attention_mask": mask, **past})
-        new = logits[:, -1].argmax(-1)[:, None]
-        text = np.concatenate([text, new], axis=1)
-        mask = np.concatenate([mask, np.ones_like(new)], axis=1)
-        past = {i.name: value for i, value in zip(caches, present, strict=True)}
-    return text
+# Sliding windows and sinks; states of a space, of convolutions, with limits in prompts alone, and
+# of linear attention; indexed keys; layers of which each has both keys and states.
+FEW = ("gpt_oss", "jamba", "lfm2_moe", "nemotron_h", "qwen3_next", "glm_moe_dsa", "zaya")
+# What a file cannot keep, or PyTorch's exporter cannot export.
+WITHOUT_A_FILE = {
+    "deepseek_v4": "blocks of tokens, compressed once they are full",
+    "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
+    "switch_transformers": "an encoder",
+}
+# transformers asks the first layer how long the text is, one without keys: of several rows, tokens
+# after the prompt attend to padding. Rows by themselves are right.
+ROW_BY_ROW = ("minimax",)
+FALLBACK = {"inkling2": "batched_mm"}
 
 
-# Sliding windows and sinks; grouped-query attention; latent attention and a shared expert.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.every) for name in ("mixtral", "deepseek_v3")),
-        *(pytest.param(name, marks=pytest.mark.every) for name in ("qwen3_moe", "granitemoe")),
-    ],
-)
+def generating() -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in FEW else pytest.mark.every)
+        for name, architecture in ARCHITECTURES.items()
+        if architecture.model.endswith(("ForCausalLM", "ForConditionalGeneration"))
+        and name not in WITHOUT_A_FILE
+    ]
+
+
+def written(name: str, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the prompts and 32 tokens after each, as transformers writes them."""
+    options = {"max_new_tokens": 32, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    if name not in ROW_BY_ROW:
+        whole: torch.Tensor = model.generate(ids, attention_mask=mask, **options)
+        return whole
+    prompts = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
+    rows = [model.generate(row, attention_mask=torch.ones_like(row), **options) for row in prompts]
+    return torch.cat([ids, torch.cat([row[:, -32:] for row in rows])], dim=1)
+
+
+@pytest.mark.parametrize("name", generating())
 def test_32_greedy_tokens(name: str, tmp_path: Path) -> None:
+    """The same as transformers', for a batch with padding on the left, and for a batch of one."""
     model = ARCHITECTURES[name].build()
     model.generation_config.eos_token_id = None
     ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    expected = model.generate(
-        ids, attention_mask=mask, max_new_tokens=32, do_sample=False, use_cache=True, pad_token_id=0
-    )
-    dynamo_moe.convert(model)
+    batches = [(ids, mask), (ids[:1, :7], mask[:1, :7])]
+    expected = [written(name, model, *batch) for batch in batches]
+    dynamo_moe.convert(model, fallback=FALLBACK.get(name))
     report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(report.path)
-    np.testing.assert_array_equal(generate(session, ids.numpy(), mask.numpy(), 32), expected)
+    for batch, text in zip(batches, expected, strict=True):
+        result = dynamo_moe.generate(session, *batch, max_new_tokens=32)
+        np.testing.assert_array_equal(result, text)
+    write_row(f"{name}.tokens", {"equal": True})
+    dynamo_moe.verify(report.path, model)
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +172,80 @@ def test_hidden_states(tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model).passed
 
 
-@pytest.mark.parametrize("name", ["jamba", "nemotron_h", "qwen3_next", "lfm2_moe"])
-def test_other_states_than_keys_and_values(name: str, tmp_path: Path) -> None:
-    model = ARCHITECTURES[name].build()
-    with pytest.raises(ValueError, match=r"keeps more than keys and values .*: use task text-gen"):
+def test_states_in_the_file_and_its_metadata(tmp_path: Path) -> None:
+    model = ARCHITECTURES["zaya"].build()
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(report.path)
+    kept = {i.name: i.shape for i in session.get_inputs()[2:6]}
+    assert kept == {
+        "past_key_values.0.key": ["batch", 2, "past", 8],
+        "past_key_values.0.value": ["batch", 2, "past", 8],
+        "past_key_values.0.conv_state": ["batch", 48, 2],
+        "past_key_values.0.recurrent_state": ["batch", 8],
+    }
+    entries = cache_of(session)
+    assert [entry.input for entry in entries] == [i.name for i in session.get_inputs()[2:]]
+    assert [entry.output for entry in entries] == [o.name for o in session.get_outputs()[1:]]
+    assert {entry.input: list(entry.shape) for entry in entries[:4]} == kept
+    assert [entry.role for entry in entries[:4]] == [
+        "key",
+        "value",
+        "conv_state",
+        "recurrent_state",
+    ]
+    assert [entry.initial for entry in entries[:4]] == ["empty", "empty", "zeros", "zeros"]
+    assert [entry.update for entry in entries[:4]] == [*["appended"] * 2, *["replaced"] * 2]
+
+
+def test_layers_that_keep_nothing_have_no_names() -> None:
+    model: Any = ARCHITECTURES["nemotron_h"].build()
+    dynamo_moe.convert(model)
+    with performing(model, WITH_PAST):
+        names = [kept.name for kept in model.forward.cache.tensors]
+    assert names == ["0.conv_state", "0.recurrent_state", "2.key", "2.value"]
+
+
+def test_keys_and_values_need_no_metadata(exported: tuple[Any, Path]) -> None:
+    session = onnxruntime.InferenceSession(exported[1])
+    assert KEY not in session.get_modelmeta().custom_metadata_map
+    entries = cache_of(session)
+    assert [entry.role for entry in entries] == ["key", "value"] * 2
+    assert entries[0].shape == ("batch", 2, "past", 8)
+
+
+def test_a_prompt_in_parts_goes_on_from_the_states(tmp_path: Path) -> None:
+    """Transformers' own code for Jamba begins every part of several tokens with zeros."""
+    model: Any = ARCHITECTURES["jamba"].build()
+    dynamo_moe.convert(model)
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    with performing(model, WITH_PAST), torch.no_grad():
+        past = model.forward.cache.empty(2)
+        whole, _ = model(ids, mask, past)
+        _, past = model(ids[:, :4], mask[:, :4], past)
+        rest, _ = model(ids[:, 4:], mask, past)
+    torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_tokens_are_refused(tmp_path: Path) -> None:
+    model = ARCHITECTURES["deepseek_v4"].build()
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match=r"layer 0 of .* keeps buffer_kv between tokens, .*: use"):
         dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_tensors_of_another_number_or_length_are_refused(exported: tuple[Any, Path]) -> None:
+    model, _ = exported
+    with performing(model, WITH_PAST):
+        case = example_case(model)
+        past = case["past_key_values"]
+        with pytest.raises(ValueError, match="must hold 4 tensors, got 2"):
+            model(**case | {"past_key_values": past[:1]})
+        shorter = [past[0], tuple(part[:, :, 1:] for part in past[1])]
+        with pytest.raises(ValueError, match=r"differ in their past, 1\.key at first"):
+            model(**case | {"past_key_values": shorter})
 
 
 def test_unknown_task(tmp_path: Path) -> None:

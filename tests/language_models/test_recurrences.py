@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 import dynamo_moe
 from dynamo_moe.private import tracer
-from dynamo_moe.tracing.recurrences import _delta_rule
+from dynamo_moe.tracing.recurrences import _delta_rule, _lightning_attention, _selective_scan
 from moe_architectures import ARCHITECTURES, example_inputs
 
 HEADS, WIDTH, VALUES = 4, 8, 6
@@ -59,6 +59,46 @@ def test_delta_rule_returns_the_queries_dtype() -> None:
     result, _ = _delta_rule(**drawn)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("length", [2, 9])
+def test_a_selective_scan_goes_on_from_a_state(length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    u, dt, z = torch.randn(3, 2, 6, length, generator=generator)
+    B, C = torch.randn(2, 2, 4, length, generator=generator)
+    arguments = {"A_CN": -torch.rand(6, 4, generator=generator), "D": torch.ones(6)}
+    options = {"delta_softplus": True, "return_last_state": True}
+
+    def scan(first: int, last: int, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        parts = {
+            name: value[..., first:last]
+            for name, value in {"u_BCL": u, "dt_BCL": dt, "B_BNL": B, "C_BNL": C, "z": z}.items()
+        }
+        y, h = _selective_scan(**parts, **arguments, **options, initial_state=state)
+        return y, h
+
+    expected, last = scan(0, length)
+    begun, state = scan(0, 1)
+    rest, own_last = scan(1, length, state)
+    torch.testing.assert_close(torch.cat([begun, rest], -1), expected)
+    torch.testing.assert_close(own_last, last)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_lightning_attention(with_state: bool) -> None:
+    """By its definition, a token at a time."""
+    generator = torch.Generator().manual_seed(3)
+    qkv = torch.randn(2, 7, HEADS, 3 * WIDTH, generator=generator)
+    slope = torch.rand(HEADS, 1, 1, generator=generator)
+    state = torch.randn(2, HEADS, WIDTH, WIDTH, generator=generator) if with_state else None
+    last = torch.zeros(2, HEADS, WIDTH, WIDTH) if state is None else state
+    expected = []
+    for q, k, v in (token.chunk(3, -1) for token in qkv.unbind(1)):
+        last = torch.exp(-slope) * last + k[..., :, None] * v[..., None, :]
+        expected.append(torch.einsum("bhk,bhkv->bhv", q, last))
+    result, own_last = _lightning_attention(qkv, slope, state)
+    torch.testing.assert_close(result, torch.stack(expected, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_last, last, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["jamba", "minimax", "qwen3_next"])

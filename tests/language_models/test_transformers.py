@@ -19,13 +19,11 @@ import transformers
 from torch import Tensor, nn
 
 import dynamo_moe
+from architecture_table import PAGE, write_row
 from custom_ops.options import ExpertOptions
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES, example_inputs
 
-ROOT = Path(__file__).parents[2]
-ROWS = ROOT / "build" / "tests" / "architectures"
-PAGE = ROOT / "docs" / "reference" / "transformers_models.md"
 FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 # What torch.ops.moe cannot compute, and the transformers implementation that replaces it.
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
@@ -230,11 +228,6 @@ def test_the_page_has_the_operator_of_every_model() -> None:
         for name in ARCHITECTURES
     }
     assert dict(shown) == expected
-
-
-def write_row(name: str, row: dict[str, Any]) -> None:
-    ROWS.mkdir(parents=True, exist_ok=True)
-    (ROWS / f"{name}.json").write_text(json.dumps(row))
 
 
 def mixtral(**overrides: Any) -> nn.Module:

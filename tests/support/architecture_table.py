@@ -6,12 +6,17 @@ import json
 import sys
 from importlib.metadata import distributions, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "build" / "tests" / "architectures"
 PAGE = ROOT / "docs" / "reference" / "transformers_models.md"
 # Of the files that TensorRT for RTX gets.
 TARGETS = ("plugin", "dense")
+COLUMNS = (
+    *("model", "class", "operator", "PyTorch", "nodes", "ONNX Runtime", "tokens"),
+    *(f"`{target}`" for target in TARGETS),
+)
 BEGIN, END = "<!-- table: make test-all writes it -->", "<!-- end of table -->"
 
 
@@ -26,10 +31,11 @@ def main() -> None:
         sys.stderr.write("The table stays as it is: TensorRT for RTX cannot be had.\n")
         return
     names = sorted(ARCHITECTURES)
-    rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in names]
+    rows = [read_row(name) for name in names]
     for row in rows:
+        row["tokens"] = (ROWS / f"{row['model']}.tokens.json").exists()
         for target in TARGETS if row["onnxruntime"] is not None else ():
-            engine = json.loads((ROWS / f"{row['model']}.{target}.json").read_text())
+            engine = read_row(f"{row['model']}.{target}")
             row[target] = engine["outcome"]
             row["note"] = row["note"] or engine["note"]
     used = ("transformers", "torch", "onnxscript", "onnxruntime")
@@ -40,8 +46,8 @@ def main() -> None:
         "",
         f"{', '.join(versions)}:",
         "",
-        "| model | class | operator | PyTorch | nodes | ONNX Runtime | `plugin` | `dense` |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
         *map(line, rows),
         "",
         *(f"- `{row['model']}`: {row['note']}." for row in rows if row["note"]),
@@ -51,6 +57,18 @@ def main() -> None:
     text = PAGE.read_text()
     before, after = text[: text.index(BEGIN)], text[text.index(END) + len(END) :]
     PAGE.write_text(before + "\n".join(lines) + after)
+
+
+def write_row(name: str, row: dict[str, Any]) -> None:
+    """Writes what a test has found of an architecture."""
+    ROWS.mkdir(parents=True, exist_ok=True)
+    (ROWS / f"{name}.json").write_text(json.dumps(row))
+
+
+def read_row(name: str) -> dict[str, Any]:
+    """Returns what :func:`write_row` wrote."""
+    row: dict[str, Any] = json.loads((ROWS / f"{name}.json").read_text())
+    return row
 
 
 def line(row: dict[str, object]) -> str:
@@ -65,6 +83,7 @@ def line(row: dict[str, object]) -> str:
         f"{row['pytorch']:.1e}",
         "" if row["nodes"] is None else str(row["nodes"]),
         result,
+        "equal" if row["tokens"] else "",
         *(str(row.get(target, "")) for target in TARGETS),
     )
     return f"| {' | '.join(cells)} |"

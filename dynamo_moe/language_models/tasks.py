@@ -1,7 +1,7 @@
 """Language models of transformers as ONNX files that generate token by token.
 
-Legend: B batch, S new tokens, P tokens in the cache, V vocabulary, G heads of keys and values,
-C width of such a head.
+Legend: B batch, S new tokens, P tokens in the cache, V vocabulary, D width, G heads of keys and
+values, C width of such a head.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from torch import Tensor
 
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
-from dynamo_moe.exporting import ExportError, export
+from dynamo_moe.exporting import export
+from dynamo_moe.files import cache_entries
 from dynamo_moe.files.inputs import DrawnCase
-from dynamo_moe.private.pytorch import without_values
-from dynamo_moe.restoring import state_kept
-from dynamo_moe.tracing import failures
-from dynamo_moe.tracing.dynamic_shapes import BATCH
-from dynamo_moe.weights import placeholders
+from dynamo_moe.language_models.caches import ModelCache, Past
+from dynamo_moe.tracing.exportable_models import exportable_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +58,10 @@ def export_language_model(
       padding, which is on the left; ``past_key_values.0.key`` ``[B, G, P, C]``,
       ``past_key_values.0.value``, and so on for every layer. Its outputs: ``logits``
       ``[B, S, V]``; ``present.0.key`` ``[B, G, P + S, C]``, ``present.0.value``, … to be the next
-      call's ``past_key_values``.
+      call's ``past_key_values``. Whatever else a layer keeps goes in and out in the same way, such
+      as ``past_key_values.1.conv_state`` and ``past_key_values.1.recurrent_state``, which are zeros
+      at first, and the keys of an indexer; the file's metadata then describes each of its caches
+      (:class:`~dynamo_moe.files.cache_entries.CacheEntry`). :func:`generate` runs such a file.
     - ``text-generation``: from ``input_ids`` and ``attention_mask`` ``[B, S]`` to ``logits``.
     - ``feature-extraction``: from the same to ``last_hidden_state`` ``[B, S, D]``.
 
@@ -77,22 +78,31 @@ def export_language_model(
 
     Raises:
         ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
-            cache holds more than keys and values of attention, such as the states of a
-            state-space model.
+            cache holds what a file cannot keep, such as blocks of tokens.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
     with performing(model, task):
-        case = example_case(model)
+        case = example_case(model, new=_example_length(model))
         inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
+        metadata: dict[str, str] = {}
         dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
-        if "past_key_values" in case:
-            layers, layer = len(case["past_key_values"]), {0: BATCH, 2: "past"}
+        cache = _cache_of(model)
+        if cache is not None:
+            entries = [kept.entry() for kept in cache.tensors]
             dynamic["attention_mask"] = {1: "total_sequence"}
-            dynamic["past_key_values"] = [(layer, layer)] * layers
-            inputs += _cache_names("past_key_values", layers)
-            outputs += _cache_names("present", layers)
+            dynamic["past_key_values"] = [
+                tuple(
+                    {axis: size for axis, size in enumerate(kept.shape) if isinstance(size, str)}
+                    for kept in layer
+                )
+                for layer in cache.layers
+            ]
+            inputs += [entry.input for entry in entries]
+            outputs += [entry.output for entry in entries]
+            if not cache.is_plain:
+                metadata[cache_entries.KEY] = cache_entries.dumps(entries)
         return export(
             model,
             (),
@@ -101,6 +111,7 @@ def export_language_model(
             dynamic_shapes=dynamic,
             input_names=inputs,
             output_names=outputs,
+            metadata_props=metadata,
             **options,
         )
 
@@ -110,9 +121,10 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
     """Inside the context, the model's forward takes and returns what its file for a task does.
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
-    past_key_values)``, with a list of (keys, values) per layer; it returns (logits, list of (keys,
-    values)). For the others ``forward(input_ids, attention_mask)`` returns one tensor. Contexts of
-    one task may overlap, also in several threads; the last to end restores the forward.
+    past_key_values)``, with a tuple of tensors, such as (keys, values), for each layer that keeps
+    some; it returns (logits, list of such tuples). For the others ``forward(input_ids,
+    attention_mask)`` returns one tensor. Contexts of one task may overlap, also in several threads;
+    the last to end restores the forward.
     :func:`verify` does this itself.
 
     Raises:
@@ -149,8 +161,8 @@ def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
         return None
     if list(inputs[:2]) != ["input_ids", "attention_mask"] or not outputs:
         return None
-    layers = len(outputs) // 2
-    if layers and list(outputs[1:]) == _cache_names("present", layers):
+    past = [name.removeprefix("past_key_values.") for name in inputs[2:]]
+    if past and list(outputs[1:]) == [f"present.{name}" for name in past]:
         return "text-generation-with-past" if outputs[0] == "logits" else None
     if len(inputs) != 2 or len(outputs) != 1:
         return None
@@ -163,13 +175,18 @@ def verification_cases(model: PreTrainedModel) -> list[DrawnCase]:
 
     Where the task has a cache, parts of prompts have padding in it; where it has none, a prompt has
     padding on either side. The last are longer, and optional: a model may have fewer positions.
+    A cache of more than keys and values holds what the model has left in it after a prompt.
     """
     cases = [example_case(model, *sizes) for sizes in _VERIFIED]
     masks = [case["attention_mask"] for case in cases]
-    if "past_key_values" in cases[0]:
+    cache = _cache_of(model)
+    if cache is not None:
         masks[2][-1, :2] = masks[4][1, :3] = 0
     else:
         masks[3][0, :30] = masks[3][1, 20:] = 0
+    if cache is not None and not cache.is_plain:
+        for case in cases:
+            case["past_key_values"] = _past_of(model, cache, case)
     return [
         DrawnCase(
             case,
@@ -178,6 +195,18 @@ def verification_cases(model: PreTrainedModel) -> list[DrawnCase]:
         )
         for number, case in enumerate(cases)
     ]
+
+
+def _past_of(model: PreTrainedModel, cache: ModelCache, case: dict[str, Any]) -> Past:
+    """Returns what a model keeps of random tokens before a case's own."""
+    mask = case["attention_mask"][:, : -case["input_ids"].shape[1]]
+    past = cache.empty(len(mask))
+    if not mask.shape[1]:
+        return past
+    prompt = example_case(model, len(mask), mask.shape[1], 0)["input_ids"]
+    with evaluating(model), torch.no_grad():
+        kept: Past = model.forward(prompt, mask, past)[1]
+    return kept
 
 
 def example_case(
@@ -192,59 +221,50 @@ def example_case(
         cached: P; for a task with a cache.
     """
     generator = torch.Generator().manual_seed(0)
-    past = "past_key_values" in inspect.signature(model.forward).parameters
-    cached = cached if past else 0
+    cache = _cache_of(model)
+    cached = 0 if cache is None else cached
     vocabulary = model.config.get_text_config().vocab_size
     case: dict[str, Any] = {
         "input_ids": torch.randint(vocabulary, (batch, new), generator=generator),
         "attention_mask": torch.ones(batch, cached + new, dtype=torch.int64),
     }
-    if past:
-        case["past_key_values"] = [
-            tuple(
-                torch.randn(batch, heads, cached, width, generator=generator).to(dtype)
-                for heads, width, dtype in layer
-            )
-            for layer in _cache_shapes(model)
-        ]
+    if cache is not None:
+        case["past_key_values"] = cache.random(batch, cached, generator)
     return case
 
 
-def _cache_names(prefix: str, layers: int) -> list[str]:
-    return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
+def _cache_of(model: PreTrainedModel) -> ModelCache | None:
+    """Returns the cache of a model within :func:`performing`; None if its task has none."""
+    return getattr(model.forward, "cache", None)
+
+
+def _example_length(model: PreTrainedModel) -> int:
+    """Returns S of the example: several chunks of a state space, as a trace knows one too well."""
+    sizes = [getattr(module, "chunk_size", None) for module in model.modules()]
+    return 3 + max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
-    from transformers import DynamicCache
-
-    _check_cache(model)
+    cache = ModelCache(model)
     original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
     def forward(
-        input_ids: Tensor, attention_mask: Tensor, past_key_values: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        _check_sizes(input_ids, past_key_values)
-        cache = DynamicCache()
-        layers: list[Any] = [_filled(*layer) for layer in past_key_values]
-        cache.layers = layers
-        options: dict[str, Any] = {}
+        input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        filled = cache.filled(past_key_values)
+        options: dict[str, Any] = {"past_key_values": filled, "use_cache": True}
         if takes_positions:
             # As generate() does: padding on the left does not count.
             positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
             options["position_ids"] = positions[:, -input_ids.shape[1] :]
-        options |= {"past_key_values": cache, "use_cache": True}
-        result = original(input_ids=input_ids, attention_mask=attention_mask, **options)
-        return result.logits, [(layer.keys, layer.values) for layer in layers]
+        with exportable_models():  # Some recurrences of transformers cannot go on from a state.
+            result = original(input_ids=input_ids, attention_mask=attention_mask, **options)
+        return result.logits, cache.held(filled)
 
+    performed: Any = forward
+    performed.cache = cache
     return forward
-
-
-def _check_sizes(input_ids: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Checks that B and P are those of all layers: a trace then has one symbol for each."""
-    for part in (part for layer in past for part in layer):
-        if part.shape[0] != input_ids.shape[0] or part.shape[2] != past[0][0].shape[2]:
-            raise ValueError("past_key_values differ in their batch or length")
 
 
 def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
@@ -257,37 +277,3 @@ def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
         return getattr(outputs, name)
 
     return forward
-
-
-def _filled(keys: Tensor, values: Tensor) -> Any:
-    """A cache layer that holds all tokens: the mask hides what a sliding window does not see."""
-    from transformers.cache_utils import DynamicLayer
-
-    layer = DynamicLayer()  # type: ignore[no-untyped-call]
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys, values
-    return layer
-
-
-def _check_cache(model: PreTrainedModel) -> None:
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    for number, layer in enumerate(DynamicCache(config=model.config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(
-                f"layer {number} of {type(model).__name__} keeps more than keys and values between "
-                f"tokens ({type(layer).__name__}): use task text-generation"
-            )
-
-
-def _cache_shapes(model: PreTrainedModel) -> list[list[tuple[int, int, torch.dtype]]]:
-    """Per layer (heads, width, dtype) of keys and of values, found by a run without values."""
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
-        try:
-            with without_values():
-                _, layers = model.forward(ids, torch.ones_like(ids), [])
-        except Exception as error:  # The model's own code runs.
-            raise ExportError(failures.explain(error)) from error
-    return [[(part.shape[1], part.shape[3], part.dtype) for part in layer] for layer in layers]

@@ -1,0 +1,44 @@
+"""What a file's metadata says of its cache, so that a generic loop can run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+KEY = "dynamo_moe.cache"
+"""Metadata key: what is kept between tokens, as a list of :class:`CacheEntry` in JSON."""
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A tensor that a call gets and leaves for the next one.
+
+    Attributes:
+        input: The name of the file's input.
+        output: The name of the output that is the next call's input.
+        role: What it holds, such as ``key``, ``value``, ``conv_state`` or ``recurrent_state``.
+        shape: The input's sizes; ``batch`` and ``past``, the number of tokens so far, are symbolic.
+        dtype: Its dtype, such as ``float32``.
+        initial: The first call's input: ``empty``, of no tokens, or ``zeros``.
+        update: Whether new tokens are ``appended`` to it, or it is ``replaced``.
+    """
+
+    input: str
+    output: str
+    role: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    initial: Literal["empty", "zeros"]
+    update: Literal["appended", "replaced"]
+
+
+def dumps(entries: Iterable[CacheEntry]) -> str:
+    """Returns the metadata of a cache."""
+    return json.dumps([vars(entry) for entry in entries])
+
+
+def loads(text: str) -> list[CacheEntry]:
+    """Returns what :func:`dumps` wrote."""
+    return [CacheEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in json.loads(text)]

@@ -1,0 +1,202 @@
+"""``generate``: text from an exported language model in ONNX Runtime, a token at a time.
+
+Neither PyTorch nor transformers is needed: the file's inputs and its metadata say what it keeps
+between tokens.
+
+Legend: B batch, L tokens of the prompt, S tokens of a call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynamo_moe.files.cache_entries import KEY, CacheEntry, loads
+
+if TYPE_CHECKING:
+    import onnxruntime
+    from numpy.typing import ArrayLike, NDArray
+
+_PAST, _PRESENT = "past_key_values.", "present."
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+
+
+def generate(
+    path: str | os.PathLike[str] | onnxruntime.InferenceSession,
+    input_ids: ArrayLike,
+    attention_mask: ArrayLike | None = None,
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> NDArray[np.int64]:
+    """Writes text with a file of :func:`export_language_model`, the most likely token each time.
+
+    What the file keeps between tokens is found in its metadata, or by the names
+    ``past_key_values.*`` and ``present.*``, as other exporters write them. A file without a cache
+    computes the whole text again for each token.
+
+    Args:
+        path: The file, or a session of ONNX Runtime with it, which need not load it again.
+        input_ids: The prompts, ``[B, L]``; a row that is shorter has padding on its left.
+        attention_mask: ``[B, L]``, 0 for padding; None: there is none.
+        max_new_tokens: How many tokens are written at most.
+        eos_token_id: The tokens that end a row. When all rows have ended, no more are written.
+        pad_token_id: What follows in a row that has ended; None: the first of ``eos_token_id``.
+
+    Returns:
+        The prompts with what follows, ``[B, L + new]``, as ``generate`` of transformers does.
+
+    Raises:
+        ModuleNotFoundError: If ONNX Runtime is not installed.
+        ValueError: If the file is no language model that this can run, a prompt is empty or has
+            padding on its right, or a number is out of range.
+    """
+    text, mask = _prompts(input_ids, attention_mask)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    ends = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
+    padding = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
+    model = _Model(_session(path), len(text))
+    has_ended = np.zeros((len(text), 1), bool)
+    new = text
+    for _ in range(max_new_tokens):
+        logits = model.logits(new if model.has_cache else text, mask)
+        new = np.where(has_ended, padding, logits.argmax(-1)[:, None])
+        text = np.concatenate([text, new], axis=1)
+        mask = np.concatenate([mask, np.ones_like(new)], axis=1)
+        has_ended |= np.isin(new, ends)
+        if has_ended.all():
+            break
+    return text
+
+
+def _prompts(
+    input_ids: ArrayLike, attention_mask: ArrayLike | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    text = np.asarray(input_ids)
+    if text.ndim != 2 or not text.size or text.dtype.kind not in "iu":
+        raise ValueError(
+            "input_ids must be integers [B, L] of at least one token, got "
+            f"{text.dtype} {list(text.shape)}"
+        )
+    mask = np.ones_like(text) if attention_mask is None else np.asarray(attention_mask)
+    if mask.shape != text.shape:
+        raise ValueError(
+            f"attention_mask must have input_ids' shape {list(text.shape)}, got {list(mask.shape)}"
+        )
+    if not mask[:, -1].all():
+        row = int(mask[:, -1].argmin())
+        raise ValueError(f"padding must be on the left: row {row} of attention_mask ends with 0")
+    return text.astype(np.int64), mask.astype(np.int64)
+
+
+def _session(
+    path: str | os.PathLike[str] | onnxruntime.InferenceSession,
+) -> onnxruntime.InferenceSession:
+    import onnxruntime
+
+    if isinstance(path, onnxruntime.InferenceSession):
+        return path
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(
+        os.fspath(path), options, providers=["CPUExecutionProvider"]
+    )
+
+
+class _Model:
+    """A file, and what it has kept of the text so far.
+
+    Attributes:
+        has_cache: Whether it keeps anything.
+    """
+
+    def __init__(self, session: onnxruntime.InferenceSession, batch: int) -> None:
+        self._session = session
+        self._names = [value.name for value in session.get_inputs()]
+        entries = cache_of(session)
+        known = {"input_ids", "attention_mask", "position_ids", *(entry.input for entry in entries)}
+        unknown = [name for name in self._names if name not in known]
+        outputs = [value.name for value in session.get_outputs()]
+        if unknown or "input_ids" not in self._names or "logits" not in outputs:
+            raise ValueError(
+                "the file must have the inputs input_ids, attention_mask and caches, and the "
+                f"output logits; it has {', '.join(self._names)} and {', '.join(outputs)}"
+            )
+        self.has_cache = bool(entries)
+        self._outputs = ["logits", *(entry.output for entry in entries)]
+        self._kept = {entry.input: _first(entry, batch) for entry in entries}
+
+    def logits(self, new: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[Any]:
+        """Returns the last token's logits ``[B, V]``, and keeps what the next call needs.
+
+        Args:
+            new: ``[B, S]``.
+            mask: Of these and of all tokens before, ``[B, P + S]``.
+        """
+        positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -new.shape[1] :]
+        given = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
+        feeds = {name: _value(x) for name, x in given.items() if name in self._names}
+        logits, *kept = self._session.run_with_ort_values(self._outputs, feeds | self._kept)
+        self._kept = dict(zip(self._kept, kept, strict=True))
+        last: NDArray[Any] = logits.numpy()[:, -1]
+        return last
+
+
+def cache_of(session: onnxruntime.InferenceSession) -> list[CacheEntry]:
+    """Returns what a file keeps between tokens, by its metadata, or else by its names.
+
+    Raises:
+        ValueError: If an input has no output that it continues as.
+    """
+    described = session.get_modelmeta().custom_metadata_map.get(KEY)
+    if described is not None:
+        return loads(described)
+    outputs = {value.name for value in session.get_outputs()}
+    entries = [_entry(x) for x in session.get_inputs() if x.name.startswith(_PAST)]
+    missing = [entry.output for entry in entries if entry.output not in outputs]
+    if missing:
+        raise ValueError(f"the file has no output {missing[0]!r}, but the input before it")
+    return entries
+
+
+def _entry(value: Any) -> CacheEntry:
+    """Returns what an input's name and shape say: keys and values, whose past is symbolic."""
+    name = value.name.removeprefix(_PAST)
+    if value.type not in _DTYPES:
+        raise ValueError(f"input {value.name!r} is {value.type}, which NumPy does not have")
+    shape = tuple(
+        "batch" if not axis else size if isinstance(size, int) else "past"
+        for axis, size in enumerate(value.shape)
+    )
+    return CacheEntry(
+        input=value.name,
+        output=_PRESENT + name,
+        role=name.rpartition(".")[2],
+        shape=shape,
+        dtype=_DTYPES[value.type],
+        initial="empty" if "past" in shape else "zeros",
+        update="appended" if "past" in shape else "replaced",
+    )
+
+
+def _first(entry: CacheEntry, batch: int) -> onnxruntime.OrtValue:
+    sizes = {"batch": batch, "past": 0}
+    shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
+    return _value(np.zeros(shape, entry.dtype))
+
+
+def _value(array: NDArray[Any]) -> onnxruntime.OrtValue:
+    import onnxruntime
+
+    return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))

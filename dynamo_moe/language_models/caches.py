@@ -1,0 +1,302 @@
+"""What a model of transformers keeps between tokens, found by its structure.
+
+A model runs twice without values, on two batch sizes and lengths. All tensors that its cache then
+holds are what it keeps, and a dimension is the batch or the past by how it differs between the two.
+The same cache with other tensors in their places is what a further call gets.
+
+Legend: B batch, S new tokens, P tokens in the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dynamo_moe.evaluation import evaluating
+from dynamo_moe.exporting import ExportError
+from dynamo_moe.files.cache_entries import CacheEntry
+from dynamo_moe.private.pytorch import without_values
+from dynamo_moe.restoring import state_kept
+from dynamo_moe.tracing import failures
+from dynamo_moe.tracing.dynamic_shapes import BATCH
+from dynamo_moe.weights import placeholders
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+PAST = "past"
+Place = tuple[Any, ...]
+"""Attributes of a cache and its layers, and keys of their lists and dictionaries, to follow."""
+Past = Sequence[Sequence[Tensor]]
+"""A tensor for each that a cache keeps, by layer."""
+
+# B and S of the runs without values. Each dimension of one is smaller than that of the other.
+_RUNS = ((2, 3), (3, 5))
+# Attributes whose zeros are what a model computes with where nothing is before.
+_STATES = frozenset({"conv_states", "recurrent_states", "linear_cache"})
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor of a cache.
+
+    Attributes:
+        layer: The number of its layer.
+        role: What it holds, after its attribute: ``key``, ``value``, ``conv_state``, …
+        shape: Its sizes, :data:`BATCH` and :data:`PAST` among them.
+        dtype: Its dtype.
+        place: Where it is in the cache.
+    """
+
+    layer: int
+    role: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """Its name behind ``past_key_values.`` and ``present.``."""
+        return f"{self.layer}.{self.role}"
+
+    @property
+    def grows(self) -> bool:
+        """Whether new tokens are appended to it; otherwise each call replaces it."""
+        return PAST in self.shape
+
+    def sizes(self, batch: int, past: int) -> list[int]:
+        """Returns its shape for a batch and a number of tokens."""
+        known = {BATCH: batch, PAST: past}
+        return [known[size] if isinstance(size, str) else size for size in self.shape]
+
+    def entry(self) -> CacheEntry:
+        """Returns what a file's metadata says of it."""
+        return CacheEntry(
+            input=f"past_key_values.{self.name}",
+            output=f"present.{self.name}",
+            role=self.role,
+            shape=self.shape,
+            dtype=str(self.dtype).removeprefix("torch."),
+            initial="empty" if self.grows else "zeros",
+            update="appended" if self.grows else "replaced",
+        )
+
+
+class ModelCache:
+    """The cache of a model, as its own code makes and updates it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Runs a model without values to see what it keeps.
+
+        Raises:
+            ExportError: If the model does not run.
+            ValueError: If it keeps something that a file cannot: tensors whose length is no number
+                of tokens, or that do not begin with zeros.
+        """
+        first, second = (_after_a_run(model, *sizes) for sizes in _RUNS)
+        self._template = first
+        tensors, others = _values(first, Tensor), _values(second, Tensor)
+        counts = Counter(place[:3] for place in tensors)
+        self.tensors = sorted(
+            (
+                _kept(model, place, (tensor, others[place]), is_only=counts[place[:3]] == 1)
+                for place, tensor in tensors.items()
+            ),
+            key=lambda kept: kept.layer,
+        )
+        numbers, others = _values(first, int), _values(second, int)
+        lengths = tuple(length for _, length in _RUNS)
+        self._lengths = [place for place in numbers if (numbers[place], others[place]) == lengths]
+
+    @property
+    def layers(self) -> list[list[KeptTensor]]:
+        """The tensors of each layer that keeps some."""
+        return [list(kept) for _, kept in groupby(self.tensors, lambda kept: kept.layer)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it keeps keys and values of attention alone."""
+        return all(kept.role in ("key", "value") and kept.grows for kept in self.tensors)
+
+    def filled(self, past: Past) -> Cache:
+        """Returns a cache that holds these tensors, which the model may change in place.
+
+        Raises:
+            ValueError: If they are not as many as the model keeps, or differ in B or P.
+        """
+        tensors = [tensor for layer in past for tensor in layer]
+        if len(tensors) != len(self.tensors):
+            raise ValueError(
+                f"past_key_values must hold {len(self.tensors)} tensors, got {len(tensors)}"
+            )
+        length = _length(self.tensors, tensors)
+        cache = _copied(self._template)
+        for kept, tensor in zip(self.tensors, tensors, strict=True):
+            _put(cache, kept.place, tensor if kept.grows else tensor.clone())
+        for place in self._lengths:
+            _put(cache, place, length)
+        return _with_a_length(cache)
+
+    def held(self, cache: Cache) -> list[tuple[Tensor, ...]]:
+        """Returns what a cache holds now, by layer."""
+        return [tuple(_get(cache, kept.place) for kept in layer) for layer in self.layers]
+
+    def random(self, batch: int, past: int, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        """Returns random tensors of P tokens, by layer."""
+        return self._drawn(
+            lambda kept: torch.randn(kept.sizes(batch, past), generator=generator).to(kept.dtype)
+        )
+
+    def empty(self, batch: int) -> list[tuple[Tensor, ...]]:
+        """Returns the tensors of a cache without tokens, by layer."""
+        return self._drawn(lambda kept: torch.zeros(kept.sizes(batch, 0), dtype=kept.dtype))
+
+    def _drawn(self, draw: Callable[[KeptTensor], Tensor]) -> list[tuple[Tensor, ...]]:
+        return [tuple(draw(kept) for kept in layer) for layer in self.layers]
+
+
+def _length(kept: Sequence[KeptTensor], tensors: Sequence[Tensor]) -> Any:
+    """Returns P. B and P must be those of all tensors: a trace then has one symbol for each."""
+    known: dict[str, Any] = {}
+    for each, tensor in zip(kept, tensors, strict=True):
+        for symbol, size in zip(each.shape, tensor.shape, strict=True):
+            if isinstance(symbol, str) and known.setdefault(symbol, size) != size:
+                raise ValueError(f"past_key_values differ in their {symbol}, {each.name} at first")
+    return known.get(PAST, 0)
+
+
+# --- The cache of a run ---
+
+
+def _after_a_run(model: PreTrainedModel, batch: int, length: int) -> Cache:
+    """Returns the model's cache after a prompt; its tensors have no values."""
+    from transformers import DynamicCache
+
+    with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
+        try:
+            with without_values():
+                ids = torch.zeros(batch, length, dtype=torch.int64)
+                mask = torch.ones_like(ids)
+                arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+                cache: Cache = model(**arguments).past_key_values
+                if type(cache) is DynamicCache:
+                    cache = DynamicCache(config=model.config)
+                    cache.layers = [_unbounded(layer) for layer in cache.layers]
+                    model(**arguments, past_key_values=cache)
+        except Exception as error:  # The model's own code runs.
+            raise ExportError(failures.explain(error)) from error
+    return cache
+
+
+def _unbounded(layer: Any) -> Any:
+    """Returns a layer that holds all tokens: the mask hides what a sliding window does not see."""
+    from transformers import cache_utils
+
+    if type(layer) is cache_utils.DynamicSlidingWindowLayer:
+        return cache_utils.DynamicLayer()  # type: ignore[no-untyped-call]
+    if type(layer) is cache_utils.LinearAttentionAndSlidingWindowAttentionLayer:
+        return cache_utils.LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+    return layer
+
+
+def _with_a_length(cache: Cache) -> Cache:
+    """Lets layers without tokens have the length of one that has some.
+
+    A cache asks its first layer for it, which in MiniMax's may be one of linear attention.
+    """
+    holding = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    if holding:
+        cache.layers = [
+            holding[0] if getattr(layer, "is_initialized", None) is False else layer
+            for layer in cache.layers
+        ]
+    return cache
+
+
+def _kept(
+    model: PreTrainedModel, place: Place, tensors: tuple[Tensor, Tensor], *, is_only: bool
+) -> KeptTensor:
+    """Returns what is known of a tensor by what two runs have left of it.
+
+    Only the name of a layer's one of several of a kind has its key.
+    """
+    layer, attribute = (place[1], place[2]) if place[0] == "layers" else (place[1], place[0])
+    symbols = dict(zip(zip(*_RUNS, strict=True), (BATCH, PAST), strict=True))
+    sizes = list(zip(*(tensor.shape for tensor in tensors), strict=True))
+    shape = tuple(symbols.get(pair, pair[0]) for pair in sizes)
+    reason = ""
+    if BATCH not in shape:
+        reason = "which has no batch"
+    elif any(pair[0] != pair[1] and pair not in symbols for pair in sizes):
+        reason = "whose length is not the number of tokens"
+    elif PAST not in shape and attribute not in _STATES:
+        reason = "which may begin with other numbers than zeros"
+    if reason:
+        raise ValueError(
+            f"layer {layer} of {type(model).__name__} keeps {attribute} between tokens, {reason}: "
+            "use task text-generation"
+        )
+    role = attribute.removesuffix("s") + ("" if is_only else f".{place[3]}")
+    return KeptTensor(layer, role, shape, tensors[0].dtype, place)
+
+
+# --- Places ---
+
+
+def _values(cache: Cache, kind: type) -> dict[Place, Any]:
+    """Returns the tensors or numbers of a cache and its layers by their places."""
+    values: dict[Place, Any] = {}
+    owners: list[tuple[Place, Any]] = [((), cache)]
+    owners += [(("layers", number), layer) for number, layer in enumerate(cache.layers)]
+    for before, owner in owners:
+        for name, value in vars(owner).items():
+            if name.startswith("_"):
+                continue  # A constant of the class's own.
+            items = _items(value) if isinstance(value, (list, dict)) else [((), value)]
+            values |= {
+                (*before, name, *key): item
+                for key, item in items
+                if isinstance(item, kind) and not isinstance(item, bool)
+            }
+    return values
+
+
+def _items(values: list[Any] | dict[Any, Any]) -> list[tuple[Place, Any]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    return [((key,), item) for key, item in items]
+
+
+def _copied(cache: Cache) -> Cache:
+    """Returns a cache whose places can be filled without a change of this one."""
+    copied: Cache = _with_own_collections(cache)
+    copied.layers = [_with_own_collections(layer) for layer in cache.layers]
+    return copied
+
+
+def _with_own_collections(owner: Any) -> Any:
+    owner = copy.copy(owner)
+    for name, value in vars(owner).items():
+        if isinstance(value, (list, dict)):
+            setattr(owner, name, copy.copy(value))
+    return owner
+
+
+def _get(owner: Any, place: Place) -> Any:
+    for key in place:
+        owner = owner[key] if isinstance(owner, (list, dict)) else getattr(owner, key)
+    return owner
+
+
+def _put(cache: Cache, place: Place, value: Any) -> None:
+    owner = _get(cache, place[:-1])
+    if isinstance(owner, (list, dict)):
+        owner[place[-1]] = value
+    else:
+        setattr(owner, place[-1], value)
