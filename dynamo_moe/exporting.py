@@ -23,7 +23,7 @@ from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.files.copies import Copies, Copy, with_copies
-from dynamo_moe.graph import lowering
+from dynamo_moe.graph import dequantized_weights, lowering
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.fusion import FIRST_OPSET
 from dynamo_moe.graph.instantiate import Units
@@ -124,7 +124,8 @@ def export(
             of the arguments of the model's forward.
         output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
         opset: Version of the standard operators, at least 18; None: 23 with ``onnxruntime``, which
-            ONNX Runtime 1.23 reads, and 20 with the others.
+            ONNX Runtime 1.23 reads, and 20 with the others, or 21 where a checkpoint's packed
+            matrices need it. Below 21 these are decoded as they are written.
         fuse: From opset 23 on, what a model writes out becomes one node each: RMS norms
             ``RMSNormalization``, rotary embeddings ``RotaryEmbedding``, and with target
             ``onnxruntime`` attention ``Attention``, which extends the cache of keys and values
@@ -176,11 +177,12 @@ def export(
     model = unwrapped(model)
     path = Path(path)
     lowered_for = chosen_target(target, body)
-    opset = lowered_for.opset if opset is None else opset
     newest = onnx.defs.onnx_opset_version()
-    if not MIN_OPSET <= opset <= newest:
+    if opset is not None and not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
-    if shared_cache and not (lowered_for.takes_attention and fuse and opset >= FIRST_OPSET):
+    if shared_cache and not (
+        lowered_for.takes_attention and fuse and (opset or lowered_for.opset) >= FIRST_OPSET
+    ):
         raise ValueError(
             f"shared_cache needs target 'onnxruntime', fuse and an opset of at least "
             f"{FIRST_OPSET}; got target {target!r}, fuse={fuse} and opset {opset}"
@@ -249,7 +251,7 @@ class _Form(NamedTuple):
 
     target: Target
     body: BodyName
-    opset: int
+    opset: int | None
     input_names: Sequence[str] | None
     output_names: Sequence[str] | None
     link_weights: bool
@@ -295,7 +297,8 @@ def _write(
         checked = check_graph(model_ir, graph.copies)
     files = model_files.save_model(model_ir, path, external_data, checked)
     activations = {layer.attributes["activation"] for layer in layers}
-    notes = [*lowering.notes(model_ir, activations, form.target), *graph.notes]
+    notes = lowering.notes(model_ir, activations, form.target)
+    notes += [*dequantized_weights.notes(model_ir), *graph.notes]
     size = model_files.model_bytes(model_ir)
     return _Written(files, layers, _operators(graph), size, graph.blocks, notes)
 
@@ -373,7 +376,9 @@ def _graph_with(
     constants = without_constants(program)
     if not program.graph_signature.user_outputs:
         raise ExportError(f"the model returns no tensor, but {', '.join(map(repr, constants))}")
-    traced, fallback = translated(program, example, trials, form.opset, retraces=sharing is None)
+    needed = dequantized_weights.opset_of(lazies) or 0
+    opset = form.opset or max(needed, form.target.opset)
+    traced, fallback = translated(program, example, trials, opset, retraces=sharing is None)
     units = _units(traced, sharing, lazies) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)

@@ -21,6 +21,7 @@ from dynamo_moe.files.metadata import Layer
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.tracing.equal_blocks import TRACED, NotSharedError
 from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.packed_tensors import is_decoding, stored_tensors
 from dynamo_moe.weights.placeholders import as_ir
 
 THIRD = TRACED - 1
@@ -303,7 +304,7 @@ class _Run:
             known = self._graph.initializers.get(name)
             if known is not None:
                 return known
-            tensor = as_ir(twins.of(value, unit), name)
+            tensor = as_ir(twins.of(value, unit), name, value.dtype)
             self.weights.add(name)
         made = ir.Value(name=name, shape=value.shape, type=value.type, const_value=tensor)
         self._graph.register_initializer(made)
@@ -362,12 +363,16 @@ class _Twins:
     def __init__(self, units: Units) -> None:
         self._units = units
         self._lazy: dict[int, str] = {}
+        # By id, what a tensor of the unit is decoded from: its name, and the part's place.
+        self._stored: dict[int, tuple[str, int]] = {}
         self._in_memory: dict[int, list[tuple[str, Tensor]]] = {}
         # By id, a tensor and what it is a part of.
         self._wholes: dict[int, tuple[Tensor, list[tuple[str, int]]]] = {}
         for name, tensor in units.tensors[THIRD].items():
             if isinstance(tensor, LazyTensor):
                 self._lazy[id(tensor)] = name
+                for place, part in enumerate(stored_tensors(tensor)):
+                    self._stored[id(part)] = name, place
             else:
                 address = tensor.untyped_storage().data_ptr()
                 self._in_memory.setdefault(address, []).append((name, tensor))
@@ -393,9 +398,13 @@ class _Twins:
                 raise NotSharedError(f"{weight.name}: {error}") from None
         if twin is None:
             raise NotSharedError(f"{weight.name}: its values are of no tensor of its block")
+        if is_decoding(twin) and not is_decoding(raw):
+            raise NotSharedError(f"{weight.name} is packed in unit {unit + 1}")
         return twin
 
     def _other(self, tensor: Tensor, unit: int) -> Tensor | None:
+        if id(tensor) in self._stored:
+            return self._twin_part(*self._stored[id(tensor)], unit)
         if isinstance(tensor, LazyTensor):
             name = self._lazy.get(id(tensor))
             return None if name is None else self._twin(name, unit)
@@ -413,6 +422,16 @@ class _Twins:
 
     def _twin(self, name: str, unit: int) -> Tensor:
         return self._units.tensors[unit][self._units.renamed(name, THIRD, unit)]
+
+    def _twin_part(self, name: str, place: int, unit: int) -> Tensor:
+        """Returns a part of what a tensor is decoded from, as it is in another unit."""
+        parts, twins = (
+            list(stored_tensors(tensor))
+            for tensor in (self._units.tensors[THIRD][name], self._twin(name, unit))
+        )
+        if [(x.shape, x.dtype) for x in parts] != [(x.shape, x.dtype) for x in twins]:
+            raise NotSharedError(f"{name} and that of unit {unit + 1} are not packed alike")
+        return twins[place]
 
     def _wholes_of(self, tensor: Tensor) -> list[tuple[str, int]]:
         """Returns the tensors that one is a part of, and where in them it begins."""

@@ -20,6 +20,7 @@ from onnx_ir.passes import PostconditionError, PreconditionError
 from dynamo_moe.files import metadata
 from dynamo_moe.files.copies import Copies
 from dynamo_moe.graph import lowering, passes
+from dynamo_moe.graph.dequantized_weights import dequantize_weights
 from dynamo_moe.graph.fusion import FIRST_OPSET, Fusion, fuse
 from dynamo_moe.graph.instantiate import (
     Instances,
@@ -129,6 +130,7 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         None if target.keeps_nodes else FoldStackedWeights(),
         FuseOperators(Fusion(form.fuse, target.takes_attention, form.shared_cache)),
         RollRepeats(),
+        DequantizeWeights(findings),
         AddBodies(target, form.body) if target.keeps_nodes else None,
         InstantiateUnits(findings),
         NameCanonically(findings),
@@ -310,6 +312,21 @@ class RollRepeats(Step):
     def change(self, model: ir.Model) -> None:
         """Rolls the runs of the main graph."""
         roll_repeats(model)
+
+
+class DequantizeWeights(Step):
+    """Keeps a checkpoint's packed matrices packed, which DequantizeLinear reads for products."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+
+    def requires(self, model: ir.Model) -> None:
+        """The graph is simplified, which would read the scales."""
+        _need_simplified(model)
+
+    def change(self, model: ir.Model) -> None:
+        """Replaces weights that decode."""
+        self._findings.weights |= dequantize_weights(model)
 
 
 class AddBodies(Step):

@@ -28,6 +28,8 @@ _BFLOAT16 = 16
 """``onnx.TensorProto.BFLOAT16``, without onnx."""
 
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+# With its default of 4, products of packed weights round their tokens to 8 bits.
+_ACCURACY = ("session.qdq_matmulnbits_accuracy_level", "1")
 
 
 class RefusedError(ValueError):
@@ -67,6 +69,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry(*_ACCURACY)
         if folder:
             options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, folder)
         try:

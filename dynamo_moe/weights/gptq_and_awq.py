@@ -50,10 +50,11 @@ def gptq(
             values = computed(pack, words, (rows, columns), torch.int8)
             packed = PackedWeight(values, scales.t())
             return decoded("int8", packed, (rows, columns), dtype or scales.dtype)
-        words = (qweight,) if order is None else (qweight, order)
-        pack = partial(_packed_by_column, name=prefix, groups=groups)
+        symmetric = config.get("sym", False)
+        words = (qweight, zero_points, *([] if order is None else [order]))
+        pack = partial(_packed_by_column, name=prefix, symmetric=symmetric)
         values = computed(pack, words, (rows, columns // 2), torch.int8)
-        packed = PackedWeight(values, scales.t(), zero_points)
+        packed = PackedWeight(values, scales.t(), None if symmetric else zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
     return _by_words(tensors, weight, config, depth=32 // bits)
@@ -171,10 +172,17 @@ def _check_order(group_K: Tensor | None, columns: int, groups: int, name: str) -
 
 
 def _packed_by_column(
-    words_RN: Tensor, group_K: Tensor | None = None, *, name: str, groups: int
+    words_RN: Tensor,
+    zero_points_NG: Tensor,
+    group_K: Tensor | None = None,
+    *,
+    name: str,
+    symmetric: bool,
 ) -> Tensor:
     """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``: those of each row's words."""
-    _check_order(group_K, 8 * words_RN.shape[0], groups, name)
+    _check_order(group_K, 8 * words_RN.shape[0], zero_points_NG.shape[1], name)
+    if symmetric and bool((zero_points_NG != 8).any()):
+        raise ValueError(f"{name}.qzeros has zero points that are not 8, and sym is set")
     return words_RN.t().contiguous().view(torch.int8)
 
 

@@ -10,6 +10,7 @@ Legend: E experts, N rows (out), K columns (in) of a matrix, G columns of a grou
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,9 @@ _SAME = (
     _aten._to_copy.default,
 )  # fmt: skip
 # What moves values, and may move groups of them in the same way.
+_TURNS = (_aten.transpose.int, _aten.permute.default, _aten.t.default)
 _MOVES = (
-    _aten.stack.default, _aten.cat.default, _aten.transpose.int, _aten.permute.default,
-    _aten.t.default, _aten.unsqueeze.default, _aten.select.int,
+    *_TURNS, _aten.stack.default, _aten.cat.default, _aten.unsqueeze.default, _aten.select.int,
 )  # fmt: skip
 
 
@@ -67,7 +68,35 @@ def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
     None also where not all of it is packed in one way, or something was done with the decoded
     values that cannot be done with packed ones.
     """
+    return _packed(tensor, [])
+
+
+def packed_matrix(tensor: Tensor) -> tuple[str, PackedWeight] | None:
+    """Returns the same of a matrix ``[N, K]`` whose numbers are products rounded to its dtype.
+
+    None also where they were rounded to another dtype before.
+    """
     leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]] = []
+    found = _packed(tensor, leaves)
+    dtypes = {unpacking.dtype for unpacking, _ in leaves}
+    return found if dtypes <= {torch.float32, tensor.dtype} else None
+
+
+def stored_tensors(tensor: Any) -> Iterator[Tensor]:
+    """Yields the tensors that a lazy tensor is decoded from, in an order that its making sets."""
+    function, args, *_ = origin_of(tensor) or (None, ())
+    if isinstance(function, Decoding):
+        yield from (arg for arg in args if isinstance(arg, Tensor))
+        return
+    for arg in args:
+        for part in arg if isinstance(arg, (list, tuple)) else [arg]:
+            yield from stored_tensors(part)
+
+
+def _packed(
+    tensor: Tensor, leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]]
+) -> tuple[str, PackedWeight] | None:
+    """Returns a weight's format and packed tensors; ``leaves`` has what decodes them."""
     try:
         parts = {field: _remade(tensor, field, leaves) for field in PackedWeight._fields}
     except _OtherwiseError:
@@ -126,9 +155,7 @@ def _in_groups(packed: PackedWeight, times: int, has_zero_points: bool) -> Packe
 
 def is_decoding(tensor: Any) -> bool:
     """Whether a lazy tensor is made of decoded ones, alone or among others."""
-    function, args, *_ = origin_of(tensor) or (None, ())
-    parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
-    return isinstance(function, Decoding) or any(map(is_decoding, parts))
+    return next(stored_tensors(tensor), None) is not None
 
 
 class _OtherwiseError(Exception):
@@ -146,7 +173,7 @@ def _remade(tensor: Any, part: str, leaves: list[tuple[_Unpacking, tuple[Tensor,
     if function not in _MOVES or index is not None or kwargs:
         raise _OtherwiseError
     first, *rest = args
-    if function is _aten.transpose.int and (before := _transposed_back(tensor)) is not None:
+    if function in _TURNS and (before := _transposed_back(tensor)) is not None:
         return _remade(before, part, leaves)
     if isinstance(first, (list, tuple)):
         moved: Any = [_remade(each, part, leaves) for each in first]
@@ -164,13 +191,16 @@ def _remade(tensor: Any, part: str, leaves: list[tuple[_Unpacking, tuple[Tensor,
 
 def _transposed_back(tensor: Tensor) -> Tensor | None:
     """Returns what a transpose of a transpose is, whose bytes may lie in a file; or None."""
-    axes: list[set[int]] = []
+    orders: list[list[int]] = []
     before: Any = tensor
-    while len(axes) < 2:
+    while len(orders) < 2:
         function, args, *_ = origin_of(before) or (None, (None,))
-        if function is _aten.transpose.int:
-            axes.append({axis % tensor.ndim for axis in args[1:]})
+        if function in _TURNS:
+            # A tensor without values whose sizes are the axes' numbers.
+            axes = torch.empty(tuple(range(tensor.ndim)), device="meta")
+            orders.append(list(function(axes, *args[1:]).shape))
         elif function not in _SAME:
             return None
         before = args[0]
-    return before if axes[0] == axes[1] else None
+    second, first = orders
+    return before if [first[axis] for axis in second] == sorted(first) else None

@@ -65,6 +65,17 @@ class _LazyWeight(_Weight):
                 file.write(_bytes(chunk))
 
 
+class _PairedWeight(_LazyWeight):
+    """Integers of 4 bits, of which a byte of the lazy tensor holds two along the last axis."""
+
+    def __init__(self, tensor: LazyTensor, name: str | None, dtype: ir.DataType) -> None:
+        shape = ir.Shape([*tensor.shape[:-1], 2 * tensor.shape[-1]])
+        ir.Tensor.__init__(self, tensor, dtype, shape=shape, name=name)
+
+    def numpy(self) -> np.ndarray:
+        return ir.PackedTensor(_flat(self.raw.read()), self.dtype, shape=self.shape).numpy()
+
+
 class _StridedWeight(_Weight):
     """A view, such as a transposed matrix, as a weight of an ONNX graph."""
 
@@ -75,9 +86,19 @@ class _StridedWeight(_Weight):
             ir.tensor_adapters.TorchTensor(part).tofile(file)
 
 
-def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:
-    """Returns the tensor as a weight of an ONNX graph."""
+def as_ir(
+    tensor: Tensor, name: str | None, dtype: ir.DataType | None = None
+) -> ir.tensor_adapters.TorchTensor:
+    """Returns the tensor as a weight of an ONNX graph.
+
+    Args:
+        tensor: Its values.
+        name: Its name.
+        dtype: Where that is one of 4 bits, each byte of the lazy ``tensor`` holds two values.
+    """
     kind = _Weight
+    if dtype is not None and dtype.bitwidth == 4 and isinstance(tensor, LazyTensor):
+        return _PairedWeight(tensor, name, dtype)
     if isinstance(tensor, LazyTensor):
         kind = _LazyWeight
     elif not tensor.is_contiguous():
@@ -219,5 +240,9 @@ _reading = ProcessState(_reader.started, side_by_side=True)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return memoryview(_flat(tensor))  # type: ignore[arg-type]
+
+
+def _flat(tensor: Tensor) -> np.ndarray:
+    flat: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat

@@ -88,6 +88,7 @@ ORDERS = [
     ("ReplaceNodes", "RecordLayers", DENSE, "the MoE layers are not recorded"),
     ("AddBodies", "Simplify", PLUGIN, "the graph is not simplified"),
     ("RollRepeats", "Simplify", PLUGIN, "the graph is not simplified"),
+    ("DequantizeWeights", "Simplify", PLUGIN, "the graph is not simplified"),
     ("InstantiateUnits", "Simplify", PLUGIN, "the graph is not simplified"),
     ("NameCanonically", "RecordLayers", PLUGIN, "the MoE layers are not recorded"),
 ]
