@@ -123,18 +123,19 @@ def _replacing(path: Path) -> Iterator[Path]:
             part.replace(path)
 
 
-def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
+def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None) -> list[Path]:
     """Gives the files of :func:`save_model` the name that they were meant for, in the same folder.
 
     A reader of ``path`` sees the old file or the new one. Where the weights lie beside the model,
-    their new name is all that changes in it. Returns the files, the model first.
+    their new name is all that changes in it: ``data``, or that of ``path`` with ``.data`` behind
+    it. Returns the files, the model first.
     """
     model, *beside = files
     if not beside:
         model.replace(path)
         return [path]
     [old] = beside
-    new = path.with_name(f"{path.name}.data")
+    new = path.with_name(f"{path.name}.data") if data is None else data
     proto = load_graph(model)
     for tensor in proto.graph.initializer:
         for entry in tensor.external_data:
@@ -148,7 +149,8 @@ def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
         if not old.exists():
             new.replace(old)
         raise
-    model.unlink()
+    if model != path:
+        model.unlink()
     return [path, new]
 
 

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,10 +24,11 @@ from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.language_models.caches import ModelCache, Past
+from dynamo_moe.language_models.folders import FolderFormat, RuntimeFolder, check_genai
 from dynamo_moe.tracing.exportable_models import exportable_models
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
 TASKS: tuple[str, ...] = get_args(Task)
@@ -49,6 +51,8 @@ def export_language_model(
     path: str | os.PathLike[str],
     *,
     task: Task = "text-generation-with-past",
+    folder: FolderFormat | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> ExportReport:
     """Exports a language model of transformers, after :func:`convert`. B, S and P are symbolic.
@@ -67,53 +71,82 @@ def export_language_model(
 
     Args:
         model: A model in memory, or one opened by :func:`open_checkpoint`.
-        path: The file to write.
+        path: The file to write, or with ``folder`` the folder.
         task: One of the above.
-        options: ``target``, ``body``, ``opset``, ``external_data``, ``link_weights``,
-            ``layers_as_functions``, ``repeated_blocks``, ``progress`` and ``profile`` of
-            :func:`export`.
+        folder: A folder that a runtime opens, in place of a file alone: ``genai``, with what
+            onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
+            otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
+        tokenizer: The model's tokenizer, for the folder; None: that of its checkpoint's folder.
+        options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
+            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``progress`` and
+            ``profile`` of :func:`export`.
 
     Returns:
         What was written.
 
     Raises:
         ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
-            cache holds what a file cannot keep, such as blocks of tokens.
+            cache holds what a file cannot keep, such as blocks of tokens; if ``folder`` is unknown,
+            or its runtime cannot run the file.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
     with performing(model, task):
-        case = example_case(model, new=_example_length(model))
-        inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
-        metadata: dict[str, str] = {}
-        dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
+        if folder is None:
+            return _export(model, path, task, options)
         cache = _cache_of(model)
-        if cache is not None:
-            entries = [kept.entry() for kept in cache.tensors]
-            dynamic["attention_mask"] = {1: "total_sequence"}
-            dynamic["past_key_values"] = [
-                tuple(
-                    {axis: size for axis, size in enumerate(kept.shape) if isinstance(size, str)}
-                    for kept in layer
-                )
-                for layer in cache.layers
-            ]
-            inputs += [entry.input for entry in entries]
-            outputs += [entry.output for entry in entries]
-            if not cache.is_plain:
-                metadata[cache_entries.KEY] = cache_entries.dumps(entries)
-        return export(
+        if folder == "genai":
+            check_genai(model, cache)
+            options.setdefault("target", "onnxruntime")
+            options.setdefault("shared_cache", options["target"] == "onnxruntime")
+        written = RuntimeFolder(path, folder)
+        report = _export(model, written.model_path, task, options)
+        files, notes = written.complete(
             model,
-            (),
-            path,
-            kwargs=case,
-            dynamic_shapes=dynamic,
-            input_names=inputs,
-            output_names=outputs,
-            metadata_props=metadata,
-            **options,
+            report.files,
+            tokenizer,
+            cache=cache,
+            shared_cache=options.get("shared_cache", False),
         )
+        size = sum(file.stat().st_size for file in files)
+        return replace(report, files=tuple(files), file_bytes=size, notes=(*report.notes, *notes))
+
+
+def _export(
+    model: PreTrainedModel, path: str | os.PathLike[str], task: Task, options: dict[str, Any]
+) -> ExportReport:
+    """Exports a model within :func:`performing`."""
+    case = example_case(model, new=_example_length(model))
+    inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
+    metadata: dict[str, str] = {}
+    dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
+    cache = _cache_of(model)
+    if cache is not None:
+        entries = [kept.entry() for kept in cache.tensors]
+        dynamic["attention_mask"] = {1: "total_sequence"}
+        dynamic["past_key_values"] = [
+            tuple(
+                {axis: size for axis, size in enumerate(kept.shape) if isinstance(size, str)}
+                for kept in layer
+            )
+            for layer in cache.layers
+        ]
+        inputs += [entry.input for entry in entries]
+        outputs += [entry.output for entry in entries]
+        if not cache.is_plain:
+            metadata[cache_entries.KEY] = cache_entries.dumps(entries)
+    return export(
+        model,
+        (),
+        path,
+        kwargs=case,
+        dynamic_shapes=dynamic,
+        input_names=inputs,
+        output_names=outputs,
+        metadata_props=metadata,
+        **options,
+    )
 
 
 @contextlib.contextmanager

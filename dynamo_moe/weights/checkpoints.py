@@ -123,6 +123,7 @@ def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedM
             dtype="auto" if dtype is None else dtype,
             output_loading_info=True,
         )
+    model.name_or_path = str(folder)  # As from_pretrained leaves it.
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if loaded[what]:
             first = min(map(str, loaded[what]))

@@ -1,0 +1,227 @@
+"""Folders that runtimes open: a file with its configuration and its tokenizer beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from dynamo_moe.files import model_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from dynamo_moe.language_models.caches import ModelCache
+
+FolderFormat = Literal["genai", "transformers"]
+"""What a folder is for: onnxruntime-genai; transformers.js and optimum's ``ORTModel``."""
+
+FORMATS: tuple[str, ...] = get_args(FolderFormat)
+
+# Where each looks for the model.
+_MODELS = {"genai": "model.onnx", "transformers": "onnx/model.onnx"}
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# How tokens are chosen, where transformers and onnxruntime-genai have one name for it.
+_SEARCH = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+
+
+class RuntimeFolder:
+    """A folder that a runtime opens.
+
+    Attributes:
+        model_path: Where its model is written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], kind: FolderFormat) -> None:
+        """Makes the folder, if there is none.
+
+        Raises:
+            ValueError: If there is no such format.
+            NotADirectoryError: If ``path`` is a file.
+            FileNotFoundError: If the folder that it is in does not exist.
+        """
+        if kind not in FORMATS:
+            raise ValueError(f"folder must be one of {', '.join(FORMATS)}; got {kind!r}")
+        self._path, self._kind = Path(path), kind
+        if self._path.exists() and not self._path.is_dir():
+            raise NotADirectoryError(f"{path} is a file; name a folder")
+        self._path.mkdir(exist_ok=True)
+        self.model_path = self._path / _MODELS[kind]
+        self.model_path.parent.mkdir(exist_ok=True)
+
+    def complete(
+        self,
+        model: PreTrainedModel,
+        files: Sequence[Path],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        cache: ModelCache | None,
+        shared_cache: bool,
+    ) -> tuple[list[Path], list[str]]:
+        """Writes what belongs to a model that is in its place.
+
+        Args:
+            model: The model.
+            files: Its files, the ONNX file first.
+            tokenizer: Its tokenizer; None: that of the checkpoint's folder.
+            cache: What the file keeps between tokens, if anything.
+            shared_cache: Whether it writes into the cache's buffers.
+
+        Returns:
+            All files, and notes for a user.
+        """
+        if self._kind == "genai":
+            written = [self._write("genai_config.json", _genai_config(model, cache, shared_cache))]
+        else:
+            files = _renamed_data(files)
+            written = list(self._configs(model, has_data=len(files) > 1))
+        copied = self._tokenizer(model, tokenizer)
+        missing = (
+            "no tokenizer was found beside the model's weights: pass tokenizer, or add its files"
+        )
+        return [*files, *written, *copied], [] if copied else [missing]
+
+    def _configs(self, model: PreTrainedModel, *, has_data: bool) -> Iterator[Path]:
+        config = model.config.to_diff_dict()
+        config.pop("quantization_config", None)  # The file's weights are what they are.
+        if has_data:
+            config["transformers.js_config"] = {"use_external_data_format": True}
+        yield self._write("config.json", config)
+        if model.generation_config is not None:
+            yield self._write("generation_config.json", model.generation_config.to_diff_dict())
+
+    def _tokenizer(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> list[Path]:
+        with tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=self._path) as folder:
+            source = Path(folder) if tokenizer is not None else Path(model.name_or_path or ".")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            elif not (source / "config.json").is_file():
+                return []
+            found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
+            for name in found:
+                part = Path(folder) / f"{name}.part"
+                shutil.copyfile(source / name, part)
+                part.replace(self._path / name)
+        return [self._path / name for name in found]
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> Path:
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self._path) as folder:
+            part = Path(folder) / name
+            part.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+            return part.replace(self._path / name)
+
+
+def check_genai(model: PreTrainedModel, cache: ModelCache | None) -> None:
+    """Checks that onnxruntime-genai can run a model's file.
+
+    Raises:
+        ValueError: If its cache is not keys and values of one shape in all layers.
+    """
+    name = type(model).__name__
+    if cache is None:
+        raise ValueError("onnxruntime-genai needs a cache: task text-generation-with-past")
+    for kept in cache.tensors:
+        if kept.role not in ("key", "value") or not kept.grows:
+            raise ValueError(
+                f"onnxruntime-genai keeps keys and values alone, but layer {kept.layer} of {name} "
+                f"keeps {kept.role} too: dynamo_moe.generate runs its file"
+            )
+        if kept.shape != cache.tensors[0].shape:
+            raise ValueError(
+                f"onnxruntime-genai keeps keys and values of one shape, but those of {name} have "
+                f"{list(cache.tensors[0].shape)} and {list(kept.shape)}: dynamo_moe.generate runs "
+                "its file"
+            )
+    layers = [layer[0].layer for layer in cache.layers]
+    if layers != list(range(len(layers))):
+        raise ValueError(f"onnxruntime-genai counts layers from 0; those of {name} are {layers}")
+
+
+def _genai_config(
+    model: PreTrainedModel, cache: ModelCache | None, shared_cache: bool
+) -> dict[str, Any]:
+    if cache is None:
+        raise ValueError("onnxruntime-genai needs a cache")
+    text = model.config.get_text_config()
+    _, heads, _, width = cache.tensors[0].shape
+    context = getattr(text, "max_position_embeddings", None) or 4096
+    given = model.generation_config.to_dict() if model.generation_config is not None else {}
+    ids = {name: given.get(name, getattr(text, name, None)) for name in _TOKENS}
+    ends = ids["eos_token_id"] if ids["eos_token_id"] is not None else []
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    padding = ids["pad_token_id"] if ids["pad_token_id"] is not None else first
+    search = {name: given.get(name) for name in _SEARCH}
+    return {
+        "model": {
+            "type": "decoder",
+            "bos_token_id": 0 if ids["bos_token_id"] is None else ids["bos_token_id"],
+            "eos_token_id": ends,
+            "pad_token_id": padding or 0,
+            "context_length": context,
+            "vocab_size": text.vocab_size,
+            "decoder": {
+                "filename": _MODELS["genai"],
+                "head_size": width,
+                "hidden_size": text.hidden_size,
+                "num_attention_heads": text.num_attention_heads,
+                "num_key_value_heads": heads,
+                "num_hidden_layers": len(cache.layers),
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+            },
+        },
+        "search": {
+            **{name: default if search[name] is None else search[name]
+               for name, default in _SEARCH.items()},
+            "max_length": context,
+            "past_present_share_buffer": shared_cache,
+        },
+    }  # fmt: skip
+
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _renamed_data(files: Sequence[Path]) -> list[Path]:
+    """Gives weights beside a model the name that transformers.js knows them by."""
+    model = files[0]
+    if len(files) == 1:
+        return [model]
+    return model_files.rename_model(files, model, data=model.with_name(f"{model.name}_data"))
