@@ -191,8 +191,8 @@ def _entry(value: Any) -> CacheEntry:
 
 
 def _first(entry: CacheEntry, batch: int) -> onnxruntime.OrtValue:
-    sizes = {"batch": batch, "past": 0}
-    shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
+    sizes = {"batch": batch}  # The others are numbers of tokens.
+    shape = [sizes.get(size, 0) if isinstance(size, str) else size for size in entry.shape]
     return _value(np.zeros(shape, entry.dtype))
 
 

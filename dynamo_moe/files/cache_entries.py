@@ -19,10 +19,12 @@ class CacheEntry:
         input: The name of the file's input.
         output: The name of the output that is the next call's input.
         role: What it holds, such as ``key``, ``value``, ``conv_state`` or ``recurrent_state``.
-        shape: The input's sizes; ``batch`` and ``past``, the number of tokens so far, are symbolic.
+        shape: The input's sizes. Symbolic ones are ``batch``; ``past``, the number of tokens so
+            far; and such as ``last_127``, 127 of them at most.
         dtype: Its dtype, such as ``float32``.
         initial: The first call's input: ``empty``, of no tokens, or ``zeros``.
         update: Whether new tokens are ``appended`` to it, or it is ``replaced``.
+        window: The most tokens that it keeps; None: all, if tokens are appended.
     """
 
     input: str
@@ -32,6 +34,7 @@ class CacheEntry:
     dtype: str
     initial: Literal["empty", "zeros"]
     update: Literal["appended", "replaced"]
+    window: int | None = None
 
 
 def dumps(entries: Iterable[CacheEntry]) -> str:

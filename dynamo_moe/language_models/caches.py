@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,10 @@ class KeptTensor:
     Attributes:
         layer: The number of its layer.
         role: What it holds, after its attribute: ``key``, ``value``, ``conv_state``, …
-        shape: Its sizes, :data:`BATCH` and :data:`PAST` among them.
+        shape: Its sizes, of which :data:`BATCH`, :data:`PAST` and that of a window are symbols.
         dtype: Its dtype.
         place: Where it is in the cache.
+        window: The most tokens that it keeps; None: all, if it keeps tokens.
     """
 
     layer: int
@@ -60,6 +61,7 @@ class KeptTensor:
     shape: tuple[int | str, ...]
     dtype: torch.dtype
     place: Place
+    window: int | None = None
 
     @property
     def name(self) -> str:
@@ -69,12 +71,19 @@ class KeptTensor:
     @property
     def grows(self) -> bool:
         """Whether new tokens are appended to it; otherwise each call replaces it."""
-        return PAST in self.shape
+        return PAST in self.shape or self.window is not None
 
     def sizes(self, batch: int, past: int) -> list[int]:
         """Returns its shape for a batch and a number of tokens."""
-        known = {BATCH: batch, PAST: past}
-        return [known[size] if isinstance(size, str) else size for size in self.shape]
+        tokens = past if self.window is None else min(past, self.window)
+        known = {BATCH: batch}
+        return [known.get(size, tokens) if isinstance(size, str) else size for size in self.shape]
+
+    def within(self, window: int) -> KeptTensor:
+        """Returns the same of the last tokens alone."""
+        symbol = f"last_{window}"
+        shape = tuple(symbol if size == PAST else size for size in self.shape)
+        return replace(self, shape=shape, window=window)
 
     def entry(self) -> CacheEntry:
         """Returns what a file's metadata says of it."""
@@ -86,21 +95,28 @@ class KeptTensor:
             dtype=str(self.dtype).removeprefix("torch."),
             initial="empty" if self.grows else "zeros",
             update="appended" if self.grows else "replaced",
+            window=self.window,
         )
 
 
 class ModelCache:
     """The cache of a model, as its own code makes and updates it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, bounded_windows: bool = False) -> None:
         """Runs a model without values to see what it keeps.
+
+        Args:
+            model: The model.
+            bounded_windows: Whether layers with a sliding window keep that alone, and not all
+                tokens behind a mask.
 
         Raises:
             ExportError: If the model does not run.
             ValueError: If it keeps something that a file cannot: tensors whose length is no number
                 of tokens, or that do not begin with zeros.
         """
-        first, second = (_after_a_run(model, *sizes) for sizes in _RUNS)
+        change = _windowed if bounded_windows else _unbounded
+        first, second = (_after_a_run(model, *sizes, change) for sizes in _RUNS)
         self._template = first
         tensors, others = _values(first, Tensor), _values(second, Tensor)
         counts = Counter(place[:3] for place in tensors)
@@ -111,6 +127,8 @@ class ModelCache:
             ),
             key=lambda kept: kept.layer,
         )
+        if bounded_windows:
+            self.tensors = [_bounded(kept, first.layers) for kept in self.tensors]
         numbers, others = _values(first, int), _values(second, int)
         lengths = tuple(length for _, length in _RUNS)
         self._lengths = [place for place in numbers if (numbers[place], others[place]) == lengths]
@@ -123,10 +141,14 @@ class ModelCache:
     @property
     def is_plain(self) -> bool:
         """Whether it keeps keys and values of attention alone."""
-        return all(kept.role in ("key", "value") and kept.grows for kept in self.tensors)
+        return all(kept.role in ("key", "value") and PAST in kept.shape for kept in self.tensors)
 
-    def filled(self, past: Past) -> Cache:
+    def filled(self, past: Past, length: int) -> Cache:
         """Returns a cache that holds these tensors, which the model may change in place.
+
+        Args:
+            past: The tensors.
+            length: P.
 
         Raises:
             ValueError: If they are not as many as the model keeps, or differ in B or P.
@@ -136,13 +158,26 @@ class ModelCache:
             raise ValueError(
                 f"past_key_values must hold {len(self.tensors)} tensors, got {len(tensors)}"
             )
-        length = _length(self.tensors, tensors)
+        length = _sizes(self.tensors, tensors).get(PAST, length)
+        self._check_windows(tensors, length)
         cache = _copied(self._template)
         for kept, tensor in zip(self.tensors, tensors, strict=True):
             _put(cache, kept.place, tensor if kept.grows else tensor.clone())
         for place in self._lengths:
             _put(cache, place, length)
         return _with_a_length(cache)
+
+    def _check_windows(self, tensors: Sequence[Tensor], length: int) -> None:
+        """Checks that layers of a window hold the last of all tokens; a trace has no numbers."""
+        for kept, tensor in zip(self.tensors, tensors, strict=True):
+            if kept.window is None or isinstance(length, torch.SymInt):
+                continue
+            expected = kept.sizes(tensor.shape[0], length)
+            if list(tensor.shape) != expected:
+                raise ValueError(
+                    f"past_key_values.{kept.name} must be {expected} after {length} tokens, "
+                    f"got {list(tensor.shape)}"
+                )
 
     def held(self, cache: Cache) -> list[tuple[Tensor, ...]]:
         """Returns what a cache holds now, by layer."""
@@ -162,21 +197,23 @@ class ModelCache:
         return [tuple(draw(kept) for kept in layer) for layer in self.layers]
 
 
-def _length(kept: Sequence[KeptTensor], tensors: Sequence[Tensor]) -> Any:
-    """Returns P. B and P must be those of all tensors: a trace then has one symbol for each."""
+def _sizes(kept: Sequence[KeptTensor], tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Returns B, P and so on, which must be those of all tensors: a trace has one symbol each."""
     known: dict[str, Any] = {}
     for each, tensor in zip(kept, tensors, strict=True):
         for symbol, size in zip(each.shape, tensor.shape, strict=True):
             if isinstance(symbol, str) and known.setdefault(symbol, size) != size:
                 raise ValueError(f"past_key_values differ in their {symbol}, {each.name} at first")
-    return known.get(PAST, 0)
+    return known
 
 
 # --- The cache of a run ---
 
 
-def _after_a_run(model: PreTrainedModel, batch: int, length: int) -> Cache:
-    """Returns the model's cache after a prompt; its tensors have no values."""
+def _after_a_run(
+    model: PreTrainedModel, batch: int, length: int, change: Callable[[Any], Any]
+) -> Cache:
+    """Returns the model's cache, with changed layers, after a prompt without values."""
     from transformers import DynamicCache
 
     with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
@@ -188,7 +225,7 @@ def _after_a_run(model: PreTrainedModel, batch: int, length: int) -> Cache:
                 cache: Cache = model(**arguments).past_key_values
                 if type(cache) is DynamicCache:
                     cache = DynamicCache(config=model.config)
-                    cache.layers = [_unbounded(layer) for layer in cache.layers]
+                    cache.layers = [change(layer) for layer in cache.layers]
                     model(**arguments, past_key_values=cache)
         except Exception as error:  # The model's own code runs.
             raise ExportError(failures.explain(error)) from error
@@ -204,6 +241,22 @@ def _unbounded(layer: Any) -> Any:
     if type(layer) is cache_utils.LinearAttentionAndSlidingWindowAttentionLayer:
         return cache_utils.LinearAttentionAndFullAttentionLayer(layer.number_of_states)
     return layer
+
+
+def _windowed(layer: Any) -> Any:
+    """Returns a layer that will keep a sliding window alone, if it has one."""
+    from dynamo_moe.language_models.windows import windowed
+
+    return windowed(layer)
+
+
+def _bounded(kept: KeptTensor, layers: Sequence[Any]) -> KeptTensor:
+    """Returns what a layer keeps that keeps no more than its window from now on."""
+    layer = layers[kept.layer]
+    if not kept.grows or not hasattr(layer, "keeps_all"):
+        return kept
+    layer.keeps_all = False
+    return kept.within(layer.sliding_window - 1)
 
 
 def _with_a_length(cache: Cache) -> Cache:

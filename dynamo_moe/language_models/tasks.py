@@ -53,6 +53,7 @@ def export_language_model(
     task: Task = "text-generation-with-past",
     folder: FolderFormat | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    bounded_windows: bool = False,
     **options: Any,
 ) -> ExportReport:
     """Exports a language model of transformers, after :func:`convert`. B, S and P are symbolic.
@@ -73,6 +74,10 @@ def export_language_model(
         model: A model in memory, or one opened by :func:`open_checkpoint`.
         path: The file to write, or with ``folder`` the folder.
         task: One of the above.
+        bounded_windows: Layers with a sliding window keep the tokens in it alone, so that their
+            caches stop growing; their length is then another one than that of other layers, which
+            runtimes such as onnxruntime-genai do not take. Otherwise they keep all, and a mask
+            hides those before the window.
         folder: A folder that a runtime opens, in place of a file alone: ``genai``, with what
             onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
@@ -92,7 +97,7 @@ def export_language_model(
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
-    with performing(model, task):
+    with performing(model, task, bounded_windows=bounded_windows):
         if folder is None:
             return _export(model, path, task, options)
         cache = _cache_of(model)
@@ -150,7 +155,9 @@ def _export(
 
 
 @contextlib.contextmanager
-def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
+def performing(
+    model: PreTrainedModel, task: Task, *, bounded_windows: bool = False
+) -> Iterator[None]:
     """Inside the context, the model's forward takes and returns what its file for a task does.
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
@@ -167,12 +174,13 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
     with _REPLACING:
         performed: Any = model.forward
-        if getattr(performed, "task", None) != task:
+        form = task, bounded_windows
+        if getattr(performed, "form", None) != form:
             if task == "text-generation-with-past":
-                performed = _with_past(model)
+                performed = _with_past(model, bounded_windows=bounded_windows)
             else:
                 performed = _without_past(model, _RESULTS[task])
-            performed.task, performed.contexts = task, 0
+            performed.form, performed.contexts = form, 0
             performed.original = vars(model).get("forward")  # accelerate's hooks set one.
             model.forward = performed
         performed.contexts += 1
@@ -277,15 +285,16 @@ def _example_length(model: PreTrainedModel) -> int:
     return 3 + max((size for size in sizes if isinstance(size, int)), default=0)
 
 
-def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
-    cache = ModelCache(model)
+def _with_past(model: PreTrainedModel, *, bounded_windows: bool) -> Callable[..., Any]:
+    cache = ModelCache(model, bounded_windows=bounded_windows)
     original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
     def forward(
         input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        filled = cache.filled(past_key_values)
+        length = attention_mask.shape[1] - input_ids.shape[1]
+        filled = cache.filled(past_key_values, length)
         options: dict[str, Any] = {"past_key_values": filled, "use_cache": True}
         if takes_positions:
             # As generate() does: padding on the left does not count.

@@ -23,6 +23,7 @@ from custom_ops.dtypes import FLOATS
 from dynamo_moe import language_models, pytree
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
+from dynamo_moe.files import cache_entries
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.metadata import layers_of
@@ -176,8 +177,12 @@ def _trials(
     names = ([value.name for value in values] for values in (graph.input, graph.output))
     task = language_models.task_of(models[0], *names)
     if task is not None:
+        metadata = {entry.key: entry.value for entry in proto.metadata_props}
+        caches = cache_entries.loads(metadata.get(cache_entries.KEY, "[]"))
+        bounded = any(cache.window is not None for cache in caches)
         for model in models:
-            stack.enter_context(language_models.performing(model, task))
+            performing = language_models.performing(model, task, bounded_windows=bounded)
+            stack.enter_context(performing)
     if inputs is not None:
         return [_Trial(case) for case in _checked(inputs)]
     if task is None:

@@ -172,6 +172,46 @@ def test_hidden_states(tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model).passed
 
 
+# Beside a layer of all tokens; alone, where the mask alone tells how many there were; as chunks.
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("gpt_oss", "sliding_window"),
+        pytest.param("afmoe", "sliding_window", marks=pytest.mark.every),
+        pytest.param("llama4", "attention_chunk_size", marks=pytest.mark.every),
+    ],
+)
+def test_bounded_windows(name: str, option: str, tmp_path: Path) -> None:
+    model = ARCHITECTURES[name].build(**{option: 6})
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    expected = written(name, model, ids, mask)
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx", bounded_windows=True)
+    text = dynamo_moe.generate(report.path, ids, mask, max_new_tokens=32)
+    np.testing.assert_array_equal(text, expected)
+    session = onnxruntime.InferenceSession(report.path)
+    key = cache_of(session)[0]
+    assert (key.shape, key.update, key.window) == (("batch", 2, "last_5", 8), "appended", 5)
+    verified = dynamo_moe.verify(report.path, model)
+    shapes = [case.shapes["past_key_values.0.key"][2] for case in verified.cases]
+    assert shapes == [0, 5, 3, 0, 5, 0]
+
+
+def test_a_window_of_another_length_is_refused() -> None:
+    model: Any = ARCHITECTURES["gpt_oss"].build(sliding_window=6)
+    dynamo_moe.convert(model)
+    with performing(model, WITH_PAST, bounded_windows=True):
+        case = example_case(model, 2, 1, 9)
+        case["past_key_values"][0] = tuple(part[:, :, 1:] for part in case["past_key_values"][0])
+        with pytest.raises(
+            ValueError, match=r"\.0\.key must be \[2, 2, 5, 8\] after 9 tokens, got"
+        ):
+            model(**case)
+
+
 def test_states_in_the_file_and_its_metadata(tmp_path: Path) -> None:
     model = ARCHITECTURES["zaya"].build()
     dynamo_moe.convert(model)
