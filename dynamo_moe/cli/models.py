@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -42,6 +42,9 @@ from dynamo_moe.cli.model_loading import (
 )
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
 from dynamo_moe.progress.display import shown
+
+if TYPE_CHECKING:
+    from dynamo_moe.files.file_form import FileForm
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -337,26 +340,37 @@ def verify(
     ] = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(metavar="DTYPE", help="Of a checkpoint: as it was exported with --dtype."),
+        typer.Option(
+            metavar="DTYPE",
+            help="Of a checkpoint: as it was exported with --dtype.",
+            show_default="that of the file's results",
+        ),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare an ONNX file, in ONNX Runtime, with the PyTorch model it came from."""
+    """Compare an ONNX file, in ONNX Runtime, with the PyTorch model it came from.
+
+    The model's experts are rounded or cast as the file's are.
+    """
     console = Console(file=sys.stderr, quiet=quiet)
     with failures(debug):
         need_file(file)
         _need_onnxruntime()
+        from dynamo_moe.files.file_form import form_of
+
         args: tuple[Any, ...] | None = None
         if is_checkpoint(model):
             if shape:
                 raise UsageError("--shape does not go with a checkpoint")
-            module: nn.Module = _load_checkpoint(console, Path(model), _torch_dtype(dtype), {})
+            folder, form = Path(model), form_of(file)
+            module: nn.Module = _load_as_in(form, console, folder, _torch_dtype(dtype))
         elif dtype:
             raise UsageError("--dtype needs a checkpoint: a folder with config.json")
         else:
             module, args = _load(console, model, shape)
+            _round_as_in(form_of(file), console, module, args)
         report = _verify(console, file, module, [args] if shape and args else None)
         print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
@@ -512,6 +526,45 @@ def _load_checkpoint(
         model = load_checkpoint(folder, dtype=dtype)
         dynamo_moe.convert(model, **conversion)
     return model
+
+
+def _load_as_in(
+    form: FileForm, console: Console, folder: Path, dtype: torch.dtype | None
+) -> nn.Module:
+    """Returns a checkpoint's model with its weights in memory, in the form that a file has."""
+    opened: Any = _open_checkpoint(console, folder, None)
+    if dtype is None and form.dtype != opened.dtype:
+        dtype = form.dtype
+    cast = form.experts and form.experts.dtype
+    conversion = {"experts_dtype": None if cast == (dtype or opened.dtype) else cast}
+    module = _load_checkpoint(console, folder, dtype, conversion)
+    # The checkpoint's own packed experts are in memory decoded.
+    if form.experts and form.experts.weight_format and not _is_packed(opened):
+        _round_as_in(form, console, module, None)
+    return module
+
+
+def _is_packed(opened: nn.Module) -> bool:
+    """Whether the experts of a model whose weights stay in their files are packed."""
+    from dynamo_moe.conversion.packing import converted_layers
+    from dynamo_moe.packed_experts import of
+
+    dynamo_moe.convert(opened)
+    return all(of(layer) is not None for layer in converted_layers(opened).values())
+
+
+def _round_as_in(
+    form: FileForm, console: Console, module: nn.Module, args: tuple[Any, ...] | None
+) -> None:
+    """Rounds a model's experts where a file's are packed."""
+    experts = form.experts
+    if experts is None or experts.weight_format is None:
+        return
+    with step(console, f"Rounding the experts to {experts.weight_format}"):
+        dynamo_moe.convert(module, args or ())
+        dynamo_moe.quantize(
+            module, experts.weight_format, group=experts.group, zero_points=experts.zero_points
+        )
 
 
 def _check_body(body: str, target: str) -> None:

@@ -14,6 +14,7 @@ import dynamo_moe
 from cli_models import error_of, run
 from dynamo_moe.cli.model_loading import load_model
 from onnx_files import crashing_file
+from packed_checkpoints import arguments, language_model, save_packed
 
 pytest_plugins = ("cli_models",)
 pytestmark = pytest.mark.usefixtures("in_the_folder_of_models")
@@ -139,3 +140,41 @@ def test_what_the_models_code_prints_is_no_report() -> None:
     assert "called a model" in result.stderr
     quiet = run("export", "models.py:talks", "talks.onnx", *options, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--quantize", "int4", "--group", "16"),
+        ("--quantize", "fp8", "--dtype", "float16"),
+        ("--experts-dtype", "float16"),
+    ],
+    ids=str,
+)
+def test_verify_rounds_a_checkpoint_as_the_file_is(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder, file = str(tmp_path / "checkpoint"), str(tmp_path / "m.onnx")
+    language_model("qwen3_moe", num_hidden_layers=1).save_pretrained(folder)
+    result = run("export", folder, file, "--task", "text-generation", "-q", *options)
+    assert result.exit_code == 0, result.output
+    verified = run("verify", file, folder)
+    assert verified.exit_code == 0, verified.output
+    assert ("Rounding the experts" in verified.stderr) == ("--quantize" in options)
+
+
+def test_verify_leaves_a_checkpoint_s_own_rounding(tmp_path: Path) -> None:
+    folder, file = tmp_path / "checkpoint", tmp_path / "m.onnx"
+    model = language_model("qwen3_moe", num_hidden_layers=1)
+    save_packed(model, folder, arguments(), lambda name: ".experts." in name)
+    result = run("export", str(folder), str(file), "--task", "text-generation", "-q")
+    assert result.exit_code == 0, result.output
+    verified = run("verify", str(file), str(folder))
+    assert verified.exit_code == 0, verified.output
+    assert "Rounding" not in verified.stderr
+
+
+def test_verify_rounds_a_factory_s_model_as_the_file_is() -> None:
+    result = run("export", "models.py", "q.onnx", "--shape", "2,5,16", "--quantize", "int8", "-q")
+    assert result.exit_code == 0, result.output
+    assert "agrees" in run("verify", "q.onnx", "models.py").stdout
