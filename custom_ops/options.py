@@ -23,6 +23,8 @@ ACTIVATIONS = (
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 GROUP_SCORINGS = ("none", "max", "top2_sum")
 PRE_NORMS = ("none", "rms")
+#: What a router's logits and weights are rounded to: nothing narrower, or the tokens' dtype.
+ROUNDINGS = ("float32", "tokens")
 #: The gatings that clamp gate and up.
 CLAMPED = ("clamped_swiglu", "clamped_silu")
 #: The functions of one number, with or without gating.
@@ -92,6 +94,8 @@ class Option:
         attribute: The attribute of the ONNX nodes, and the plugin's field.
         only_with: Another option and the values of it under which this one has an effect; None:
             it always has.
+        rare: Only the nodes that set such an option have the attributes of all such options, and a
+            version of the plugin that takes them.
     """
 
     name: str
@@ -103,6 +107,7 @@ class Option:
     bounds: Bounds | None = None
     attribute: str = ""
     only_with: tuple[str, tuple[Value, ...]] | None = None
+    rare: bool = False
 
     @property
     def description(self) -> str:
@@ -196,6 +201,11 @@ class Options:
         for option in self.rows:
             option.check(getattr(self, option.name))
 
+    @property
+    def is_rare(self) -> bool:
+        """Whether an option that few layers have is set, see :attr:`Option.rare`."""
+        return any(row.rare and getattr(self, row.name) != row.default for row in self.rows)
+
     def canonical(self) -> Self:
         """Returns the record with every option that has no effect at its default."""
         idle = {row.name: row.default for row in self.rows if not row.has_effect(self)}
@@ -253,6 +263,22 @@ class RouterOptions(Options):
         bounds=_COUNT,
         only_with=("group_scoring", GROUP_SCORINGS[1:]),
         slot=Word(18),
+    )
+    logits_dtype: str = _option(
+        "float32",
+        "With ``tokens``, the logits are rounded once to the tokens' dtype, bias included, as a "
+        "linear layer in half precision gives them (Mixtral, Qwen3-MoE).",
+        names=ROUNDINGS,
+        slot=Flag(2048, "rounded_logits"),
+        rare=True,
+    )
+    routing_weights_dtype: str = _option(
+        "float32",
+        "With ``tokens``, the weights are rounded once to the tokens' dtype, after scaling "
+        "(Qwen3-MoE, gpt-oss).",
+        names=ROUNDINGS,
+        slot=Flag(4096, "rounded_weights"),
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -425,6 +451,8 @@ class DroplessKeywords(ExpertKeywords, total=False):
     group_scoring: str
     n_group: int
     topk_group: int
+    logits_dtype: str
+    routing_weights_dtype: str
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ def router(
     logits = x.double() @ router_weight.double().mT
     if router_bias is not None:
         logits = logits + router_bias.double()
+    if options.logits_dtype == "tokens":
+        logits = _rounded(logits, x.dtype)
     scores = logits
     if options.scoring != "topk_softmax":
         scores = logits.softmax(-1) if options.scoring == "softmax" else logits.sigmoid()
@@ -65,7 +67,13 @@ def router(
         weights = weights.softmax(-1)
     elif options.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights * options.routed_scaling
+    weights = weights * options.routed_scaling
+    return ids, _rounded(weights, x.dtype) if options.routing_weights_dtype == "tokens" else weights
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest number of a dtype, in float64, with the gradient of the number itself."""
+    return value.detach().to(dtype).double() + (value - value.detach())
 
 
 def experts(

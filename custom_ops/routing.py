@@ -1,4 +1,4 @@
-"""The router: tokens to expert indices and weights, in fp32.
+"""The router: tokens to expert indices and weights, in fp32, rounded where the options say so.
 
 Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts, of
 which a token chooses C with M = C*S members.
@@ -37,10 +37,11 @@ def route(
         ``expert_ids [T, K]`` int64, best first, ties to the lower expert; and
         ``expert_weights [T, K]`` in float32, or float64 where ``x_TD`` is float64.
     """
+    dtype = accumulation_dtype(x_TD)
     # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
     # router's kernel does.
-    wide = torch.float64 if x_TD.is_cuda else accumulation_dtype(x_TD)
-    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, wide).to(accumulation_dtype(x_TD))
+    wide = torch.float64 if x_TD.is_cuda else dtype
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, wide, options).to(dtype)
     scores_TE = logits_TE
     if options.scoring != "topk_softmax":
         sigmoid = options.scoring == "sigmoid"
@@ -63,7 +64,10 @@ def route(
         top_TK = torch.softmax(top_TK, dim=-1)
     elif options.renormalize:
         top_TK = top_TK / (top_TK.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
-    return ids_TK, top_TK * options.routed_scaling
+    weights_TK = top_TK * options.routed_scaling
+    if options.routing_weights_dtype == "tokens":
+        weights_TK = weights_TK.to(x_TD.dtype).to(dtype)
+    return ids_TK, weights_TK
 
 
 def route_backward(
@@ -74,12 +78,12 @@ def route_backward(
     ids_TK: Tensor,
     options: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`route`'s weights; the choice of experts has none.
+    """Gradients of :func:`route`'s weights; the choice of experts has none, and rounding is passed.
 
     Returns:
         ``dx [T, D]``, ``drouter_weight [E, D]`` and ``drouter_bias [E]`` in the weights' dtype.
     """
-    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, accumulation_dtype(x_TD))
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, accumulation_dtype(x_TD), options)
     dweights_TK = dweights_TK * options.routed_scaling
     if options.scoring == "topk_softmax":
         weights_TK = torch.softmax(logits_TE.gather(-1, ids_TK), dim=-1)
@@ -106,10 +110,16 @@ def route_backward(
 
 
 def _logits(
-    x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None, dtype: torch.dtype
+    x_TD: Tensor,
+    router_weight_ED: Tensor,
+    router_bias_E: Tensor | None,
+    dtype: torch.dtype,
+    options: RouterOptions,
 ) -> Tensor:
+    """Returns the logits ``[T, E]`` in a dtype, or of that, rounded to the tokens'."""
     bias = None if router_bias_E is None else router_bias_E.to(dtype)
-    return torch.nn.functional.linear(x_TD.to(dtype), router_weight_ED.to(dtype), bias)
+    logits_TE = torch.nn.functional.linear(x_TD.to(dtype), router_weight_ED.to(dtype), bias)
+    return logits_TE.to(x_TD.dtype).to(dtype) if options.logits_dtype == "tokens" else logits_TE
 
 
 def _members_of_best_groups(ranked_TE: Tensor, options: RouterOptions) -> Tensor:

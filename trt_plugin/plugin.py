@@ -14,8 +14,9 @@ from trt_plugin.native import call, library_path
 
 #: The plugins' names in TensorRT's registry; namespace "".
 PLUGINS = ("DroplessMoE", "DroplessMoEExperts")
-#: The versions of each, the second for layers whose experts are offloaded.
-VERSIONS = ("1", "2")
+#: The versions of each: the second for layers whose experts are offloaded, the third for those
+#: whose routers round, the fourth for both.
+VERSIONS = ("1", "2", "3", "4")
 
 _MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "tensorrt_lean_bindings")
 _OLDEST = (10, 9)

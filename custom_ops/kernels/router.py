@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.dtypes import dtype_name
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import kernel_of
 from custom_ops.kernels.configs import RouterConfig, needs_upcast, router_config
@@ -115,6 +116,18 @@ def _vector_logits(
 
 
 @triton.jit
+def _rounded(number, DTYPE: tl.constexpr):
+    """Returns a float32 rounded to the dtype of that name."""
+    if DTYPE == "float16":
+        number = number.to(tl.float16).to(tl.float32)
+    elif DTYPE == "bfloat16":
+        number = number.to(tl.bfloat16).to(tl.float32)
+    else:
+        tl.static_assert(DTYPE == "float32")
+    return number
+
+
+@triton.jit
 def _logits(
     x_ptr,  # [T, D]
     router_weight_ptr,  # [E, D]
@@ -122,6 +135,7 @@ def _logits(
     token,  # [BLOCK_T], each below T
     expert,  # [BLOCK_E], each below E
     D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -135,7 +149,7 @@ def _logits(
         logits = _tile_logits(x_ptr, router_weight_ptr, token, expert, D, UPCAST, BLOCK_D)
     if router_bias_ptr is not None:
         logits += tl.load(router_bias_ptr + expert).to(tl.float32)[None, :]
-    return logits
+    return _rounded(logits, LOGITS_DTYPE)
 
 
 @triton.jit
@@ -216,6 +230,7 @@ def _select(
     GROUP_SCORING: tl.constexpr,
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
+    ROUTING_WEIGHTS_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -271,7 +286,8 @@ def _select(
     stored = (token < tokens)[:, None] & (choice < K)
     chosen_expert, _ = _expert_at(position, E, N_GROUP, BLOCK_E)
     tl.store(expert_ids_ptr + slot, chosen_expert, mask=stored)
-    tl.store(expert_weights_ptr + slot, weight * SCALING, mask=stored)
+    weight = _rounded(weight * SCALING, ROUTING_WEIGHTS_DTYPE)
+    tl.store(expert_weights_ptr + slot, weight, mask=stored)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -291,8 +307,10 @@ def route_kernel(
     GROUP_SCORING: tl.constexpr,
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
+    ROUTING_WEIGHTS_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     EPS: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -309,11 +327,13 @@ def route_kernel(
     expert, _ = _expert_at(tl.arange(0, BLOCK_E), E, N_GROUP, BLOCK_E)
     expert = tl.minimum(expert, E - 1)
     logits = _logits(
-        x_ptr, router_weight_ptr, router_bias_ptr, read, expert, D, UPCAST, BLOCK_D, NUM_STAGES
-    )
+        x_ptr, router_weight_ptr, router_bias_ptr, read, expert,
+        D, LOGITS_DTYPE, UPCAST, BLOCK_D, NUM_STAGES,
+    )  # fmt: skip
     _select(
         logits, selection_bias_ptr, expert_ids_ptr, expert_weights_ptr, token, tokens,
-        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, EPS, BLOCK_K,
+        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, ROUTING_WEIGHTS_DTYPE,
+        SCALING, EPS, BLOCK_K,
     )  # fmt: skip
 
 
@@ -326,6 +346,7 @@ def router_logits_kernel(
     tokens,
     E: tl.constexpr,
     D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -340,8 +361,9 @@ def router_logits_kernel(
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     row = tl.minimum(expert, E - 1)
     logits = _logits(
-        x_ptr, router_weight_ptr, router_bias_ptr, read, row, D, UPCAST, BLOCK_D, NUM_STAGES
-    )
+        x_ptr, router_weight_ptr, router_bias_ptr, read, row,
+        D, LOGITS_DTYPE, UPCAST, BLOCK_D, NUM_STAGES,
+    )  # fmt: skip
     ptrs = logits_ptr + token.to(tl.int64)[:, None] * E + expert[None, :]
     tl.store(ptrs, logits, mask=(token < tokens)[:, None] & (expert < E)[None, :])
 
@@ -360,6 +382,7 @@ def select_kernel(
     GROUP_SCORING: tl.constexpr,
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
+    ROUTING_WEIGHTS_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -375,7 +398,8 @@ def select_kernel(
     logits = tl.load(ptrs, mask=(token < tokens)[:, None] & exists, other=0.0)
     _select(
         logits, selection_bias_ptr, expert_ids_ptr, expert_weights_ptr, token, tokens,
-        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, EPS, BLOCK_K,
+        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, ROUTING_WEIGHTS_DTYPE,
+        SCALING, EPS, BLOCK_K,
     )  # fmt: skip
 
 
@@ -396,16 +420,21 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     if layer.shape.router is None:
         raise ValueError("the layer has no router")
     bias, selection_bias = layer.shape.weights_dtype, layer.shape.selection_dtype
+    router, tokens = layer.shape.router, dtype_name(layer.shape.tokens_dtype)
     product: dict[str, Argument] = {
         "router_weight_ptr": TensorPointer("router_weight", layer.shape.routing_dtype),
         "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
+        "LOGITS_DTYPE": Constant(tokens if router.logits_dtype == "tokens" else "float32"),
         "UPCAST": Constant(needs_upcast(layer, architecture)),
     }
     selection: dict[str, Argument] = {
         "selection_bias_ptr": (
             TensorPointer("selection_bias", selection_bias) if selection_bias else Constant(None)
         ),
-        "SCALING": Constant(layer.shape.router.routed_scaling),
+        "ROUTING_WEIGHTS_DTYPE": Constant(
+            tokens if router.routing_weights_dtype == "tokens" else "float32"
+        ),
+        "SCALING": Constant(router.routed_scaling),
         "EPS": Constant(RENORMALIZE_EPS),
         "BLOCK_K": Constant(triton.next_power_of_2(layer.shape.top_k)),
     }

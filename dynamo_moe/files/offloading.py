@@ -31,7 +31,6 @@ from dynamo_moe.moe_nodes.nodes import (
     EXPERT_CACHE,
     INPUTS,
     OFFLOADED_DOMAIN,
-    OFFLOADED_PLUGIN_VERSION,
     RESIDENT_EXPERTS,
     SOURCES,
     MoENode,
@@ -39,6 +38,7 @@ from dynamo_moe.moe_nodes.nodes import (
     layer_name,
     moe_nodes,
     parse,
+    plugin_version,
 )
 from dynamo_moe.moe_nodes.schemas import VERSION
 
@@ -421,7 +421,9 @@ def _offload(
 ) -> OffloadedLayer:
     """Writes into a layer's node where its weights are."""
     layer.node.domain = OFFLOADED_DOMAIN
-    layer.node.attributes.add(ir.AttrString("plugin_version", OFFLOADED_PLUGIN_VERSION))
+    router = layer.parsed.shape.router
+    version = plugin_version(offloaded=True, rare=router is not None and router.is_rare)
+    layer.node.attributes.add(ir.AttrString("plugin_version", version))
     layer.node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, slots))
     layer.node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
     for weight, attribute in SOURCES.items():

@@ -91,9 +91,6 @@ TENSORRT_ATTRIBUTES = {**PLUGIN_ATTRIBUTES, KERNELS: ""}
 #: The domain of an offloaded layer's node: without its weights, it is not the operator of
 #: :data:`DOMAIN`. TensorRT finds its plugin by name.
 OFFLOADED_DOMAIN = f"{DOMAIN}.offloaded"
-#: Its ``plugin_version``, of a plugin that takes the attributes below. TensorRT's parser warns of
-#: each attribute that a plugin takes and a node lacks.
-OFFLOADED_PLUGIN_VERSION = "2"
 #: How many experts of an offloaded layer have a slot on the GPU.
 RESIDENT_EXPERTS = "resident_experts"
 #: Where an offloaded layer's weights lie: of each tensor that stores one, a line with its
@@ -103,6 +100,18 @@ SOURCES = {"w1": "w1_source", "w2": "w2_source"}
 EXPERT_CACHE = "expert_cache"
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def plugin_version(*, offloaded: bool, rare: bool) -> str:
+    """Returns a node's ``plugin_version``, of a plugin that takes the attributes that it has.
+
+    TensorRT's parser warns of each attribute that a plugin takes and a node lacks.
+
+    Args:
+        offloaded: Whether it has the attributes of an offloaded layer.
+        rare: Whether it has those of rare options, see :attr:`custom_ops.options.Option.rare`.
+    """
+    return str(1 + offloaded + 2 * rare)
 
 
 def is_moe(node: ir.Node | NodeProto) -> bool:

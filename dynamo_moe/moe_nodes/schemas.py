@@ -88,10 +88,18 @@ _Presence = OpSchema.FormalParameterOption
 
 
 def attribute(option: Option) -> OpSchema.Attribute:
-    """Returns the attribute of an option; ONNX has no booleans, so that True is 1."""
+    """Returns the attribute of an option; ONNX has no booleans, so that True is 1.
+
+    That of a rare option has no default: the exporter would write it into every node.
+    """
     default = int(option.default) if option.type is bool else option.default
     value = onnx.helper.make_attribute(option.attribute, default)
-    return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
+    description = option.description.replace("``", "`")
+    if option.rare:
+        kind = getattr(OpSchema.AttrType, onnx.AttributeProto.AttributeType.Name(value.type))
+        description += f" Absent: `{default}`."
+        return OpSchema.Attribute(option.attribute, kind, description, required=False)
+    return OpSchema.Attribute(option.attribute, value, description)
 
 
 def _input(name: str, symbol: str = "", *, packed: bool = False) -> OpSchema.FormalParameter:

@@ -29,6 +29,7 @@ from dynamo_moe.moe_nodes.nodes import (
     TENSORRT_ATTRIBUTES,
     TRAIN_PARAMETERS,
     WEIGHT_FORMAT,
+    plugin_version,
 )
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.moe_nodes.targets import registry
@@ -71,10 +72,16 @@ def _attributes(arguments: Arguments) -> dict[str, Any]:
         storage = {WEIGHT_FORMAT: encoding.name, **_block(encoding, arguments, width, hidden)}
     sizes = {"experts": experts, "top_k": top_k, "width": width, "hidden": hidden}
     options = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if has_router else ()))
+    is_rare = any(option.rare and arguments[option.name] != option.default for option in options)
     return {
         **{size.attribute: sizes[size.name] for size in SIZES},
         **storage,
-        **{option.attribute: arguments[option.name] for option in options},
+        **{
+            option.attribute: arguments[option.name]
+            for option in options
+            if is_rare or not option.rare
+        },
+        **({"plugin_version": plugin_version(offloaded=False, rare=True)} if is_rare else {}),
     }
 
 

@@ -74,7 +74,9 @@ class Operator:
 
     def _node(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         arguments = self._bound(args, kwargs)
-        attributes = {**self.attributes(arguments), **self.fixed}
+        computed = self.attributes(arguments)
+        # Those that are computed come first, and last where both have one.
+        attributes = {**computed, **self.fixed, **computed}
         keywords = {
             name: self._attribute(name, value)
             for name, value in attributes.items()

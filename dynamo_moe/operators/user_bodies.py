@@ -86,7 +86,9 @@ def content(function: ir.Function) -> bytes:
 
 
 def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: int) -> None:
-    """Gives a node's body the model's opset and all attributes of the node's operator, in place.
+    """Gives a node's body the model's opset and the attributes of the node's operator, in place.
+
+    A body that has all the node's attributes gets no further ones.
 
     Raises:
         ValueError: If it does not fit the node, or cannot be converted to the opset.
@@ -99,6 +101,8 @@ def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: 
         )
     _check(function, name, schema.attributes)
     _convert(function, name, opset)
+    if node.attributes.keys() <= function.attributes.keys():
+        return
     for attribute, declared in schema.attributes.items():
         if attribute not in function.attributes:
             function.attributes[attribute] = ir.Attr(attribute, attribute_type(declared), None)

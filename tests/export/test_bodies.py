@@ -270,6 +270,20 @@ def test_hidden_rows_are_rounded_to_the_experts_dtype() -> None:
         assert rounding < without / 10
 
 
+@pytest.mark.parametrize("form", ["logits_dtype", "routing_weights_dtype"])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_what_a_router_rounds_is_rounded(dtype: ir.DataType, form: str) -> None:
+    # As above. One expert for each token shows its weight alone.
+    config = changed(BIASED, tokens_dtype=dtype, renormalize=False, **{form: "tokens"})
+    layer = Layer(config, top_k=1, width=32)
+    arguments = layer.arguments(64)
+    for build in (body, visiting, unrolled, dense_body):
+        (actual,) = run(to_session(to_model([layer], build)), arguments)
+        rounding = np.abs(actual - oracle(layer, arguments)).mean()
+        without = np.abs(actual - oracle(layer, arguments, round_router=False)).mean()
+        assert rounding < without / 10
+
+
 @pytest.mark.parametrize("build", [body, visiting])
 def test_same_bits_in_every_run(build: Build) -> None:
     layer = Layer(BIASED, experts=16, top_k=4)

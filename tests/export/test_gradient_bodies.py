@@ -29,9 +29,11 @@ from moe_cases import (
     GROUP_FORMS,
     NORM_FORMS,
     OPS,
+    ROUNDING_FORMS,
     ROUTER_FORMS,
     Case,
     assert_matches,
+    in_steps,
     make_case,
 )
 from random_layers import bounded, cases
@@ -168,6 +170,15 @@ def test_gradients_around_the_experts(
 @pytest.mark.parametrize("options", [*ROUTER_FORMS, *GROUP_FORMS])
 def test_routing_and_its_gradients(options: dict[str, Any]) -> None:
     case = make_case("dropless", experts=6, selection_bias=True, **options)
+    check(routed_call(case))
+    check(backward_call(case))
+
+
+@pytest.mark.parametrize("options", ROUNDING_FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_routers_that_round(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = make_case("dropless", x_dtype=dtype, **options)
+    case = case.changed(**in_steps(case.arguments))
     check(routed_call(case))
     check(backward_call(case))
 

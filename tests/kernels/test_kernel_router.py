@@ -23,7 +23,7 @@ from custom_ops.options import GROUP_SCORINGS
 from custom_ops.routing import route
 from custom_ops.weight_formats import plain_format
 from interpreter import ON, run_step
-from moe_cases import GROUP_FORMS, ROUTER_FORMS, assert_matches
+from moe_cases import GROUP_FORMS, ROUNDING_FORMS, ROUTER_FORMS, assert_matches, in_steps
 from random_layers import groups
 
 # NumPy's warnings about NaN and infinity in the interpreter.
@@ -188,6 +188,28 @@ def test_random_problems(problem, path):
 def test_every_form(form, path):
     layer = layer_of(6, 24, 3, **form)
     check(layer, path, tensors_of(layer, 5))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("selection_dtype", [torch.float32, None])
+@pytest.mark.parametrize("form", ROUNDING_FORMS)
+def test_every_rounding(form, selection_dtype, scoring, dtype, path):
+    layer = layer_of(20, 40, 3, (dtype,) * 3, selection_dtype, scoring=scoring, **form)
+    tensors = tensors_of(layer, 33)
+    tensors |= in_steps(tensors)
+    ids, weights = run(
+        layer, router_step_with(layer, ON, config_of(path, layer.expert_places)), tensors
+    )
+    given = tensors["x"], tensors["router_weight"], tensors["router_bias"]
+    router, bias = layer.shape.router, tensors.get("selection_bias")
+    expected_ids, expected = reference.router(*given, router, bias)
+    assert torch.equal(ids, expected_ids.int())
+    rounds_weights = "routing_weights_dtype" in form
+    assert torch.equal(weights, weights.to(dtype).float()) == rounds_weights
+    assert_matches(weights, expected, {dtype if rounds_weights else torch.float32}, "weights")
 
 
 @pytest.mark.pairwise

@@ -23,9 +23,11 @@ from moe_cases import (
     DTYPES,
     EXPERT_FORMS,
     GROUP_FORMS,
+    ROUNDING_FORMS,
     ROUTER_FORMS,
     Case,
     assert_matches,
+    in_steps,
     make_case,
     pruned,
 )
@@ -78,6 +80,50 @@ def test_a_selection_bias_chooses_but_weighs_nothing(form: dict[str, Any]) -> No
     assert 0 < same.sum() < 33
     _, plain = route(*given)
     torch.testing.assert_close(weights.sum(-1)[same], plain.sum(-1)[same])
+
+
+@all_scorings
+@pytest.mark.parametrize("selection_bias", [True, False], ids=["biased", "unbiased"])
+@pytest.mark.parametrize("form", ROUNDING_FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_router_that_rounds_is_the_oracle_s(
+    dtype: torch.dtype, form: dict[str, Any], selection_bias: bool, scoring: str
+) -> None:
+    case = make_case(
+        "dropless", (33,), x_dtype=dtype, selection_bias=selection_bias, scoring=scoring, **form
+    )
+    case = case.changed(**in_steps(case.arguments))
+    assert_matches(case(), case.oracle(), case.dtypes)
+    _assert_gradients_match(case)
+
+
+@all_scorings
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_is_that_of_a_linear_layer_in_half_precision(
+    dtype: torch.dtype, scoring: str
+) -> None:
+    a = make_case("dropless", (200,), experts=20, x_dtype=dtype).arguments
+    x, weight, bias = in_steps(a).values()
+    logits = nn.functional.linear(x, weight.to(dtype), bias.to(dtype)).float()
+    exact = nn.functional.linear(x.float(), weight, bias)
+    assert (logits != exact).any()
+    options = RouterOptions(3, scoring, logits_dtype="tokens")
+    ids, weights = route(x, weight, bias, options)
+    expected = route(logits, torch.eye(20), None, RouterOptions(3, scoring))
+    assert torch.equal(ids, expected[0])
+    assert torch.equal(weights, expected[1])
+    options = RouterOptions(3, scoring, logits_dtype="tokens", routing_weights_dtype="tokens")
+    again, rounded = route(x, weight, bias, options)
+    assert torch.equal(again, ids)
+    assert torch.equal(rounded, weights.to(dtype).float())
+    assert not torch.equal(rounded, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", ROUNDING_FORMS)
+def test_rounding_changes_nothing_for_wide_tokens(form: dict[str, Any], dtype: torch.dtype) -> None:
+    case = make_case("dropless", (33,), dtype=dtype)
+    assert torch.equal(case.changed(**form)(), case())
 
 
 @pytest.mark.parametrize("selection_bias", [True, False], ids=["biased", "unbiased"])

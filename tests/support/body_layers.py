@@ -153,6 +153,14 @@ CONFIGS = [
         group_scoring="top2_sum",
         selection_dtype=BFLOAT16,
     ),
+    *(
+        changed(PLAIN, tokens_dtype=dtype, scoring=name, **rounding)
+        for name in SCORINGS
+        for dtype, rounding in (
+            (HALF, {"logits_dtype": "tokens"}),
+            (BFLOAT16, {"logits_dtype": "tokens", "routing_weights_dtype": "tokens"}),
+        )
+    ),
 ]
 IN_OUT = [
     changed(config, w1_transposed=w1, w2_transposed=w2)
@@ -259,13 +267,19 @@ class Layer:
 # --- The oracle ---
 
 
-def oracle(layer: Layer, arguments: Arrays, *, round_hidden: bool = True) -> np.ndarray:
+def oracle(
+    layer: Layer, arguments: Arrays, *, round_hidden: bool = True, round_router: bool = True
+) -> np.ndarray:
     """Every expert on every token, rounding where the operator does."""
     config, P = layer.config, {n: p.astype(np.float64) for n, p in layer.parameters.items()}
     x = rounded(arguments["x"], config.tokens_dtype)
     if config.router:
         logits = x @ P["router_weight"].T + P.get("router_bias", 0.0)
+        if round_router and config.router_options.logits_dtype == "tokens":
+            logits = rounded(logits, config.tokens_dtype)
         ids, weights = route(layer, logits, P.get("selection_bias"))
+        if round_router and config.router_options.routing_weights_dtype == "tokens":
+            weights = rounded(weights, config.tokens_dtype)
     else:
         ids = arguments["expert_ids"]
         weights = rounded(arguments["expert_weights"], config.weights_dtype)

@@ -91,6 +91,15 @@ GROUP_FORMS = [
     for scoring in SCORINGS
     for group in GROUP_SCORINGS[1:]
 ]
+# Of tokens in half precision.
+ROUNDING_FORMS = [
+    pytest.param(form, id="-".join(form))
+    for form in (
+        {"logits_dtype": "tokens"},
+        {"routing_weights_dtype": "tokens"},
+        {"logits_dtype": "tokens", "routing_weights_dtype": "tokens"},
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -235,6 +244,16 @@ def of_size(activation: str, size: float) -> Case:
     """Experts whose pre-activations are about so large."""
     case = make_case("experts", (9,), width=16, hidden=24, biases=False, activation=activation)
     return case.changed(x=case.arguments["x"] * size)
+
+
+def in_steps(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of tokens and router in steps so coarse that sums of their products are exact.
+
+    So logits that are rounded are the same whoever sums; rounded to half precision, many are equal.
+    """
+    steps = {"x": 2**-4, "router_weight": 2**-6, "router_bias": 2**-6}
+    given = {name: tensors[name] for name in steps if tensors.get(name) is not None}
+    return {name: (value / steps[name]).round() * steps[name] for name, value in given.items()}
 
 
 def pruned(case: Case) -> Case:

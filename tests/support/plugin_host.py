@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS
+from dynamo_moe.moe_nodes.nodes import plugin_version
 from moe_cases import Case
 from standin import ROOT, SOURCES, build
 from trt_plugin.native import library_path
@@ -35,6 +36,7 @@ __all__ = [
     "host",
     "inputs_of",
     "serialized",
+    "version_of",
 ]
 
 #: The result of getInferLibVersion(): loggers in version 11 differ from those in 10.
@@ -436,10 +438,20 @@ def host(version: int, *flags: str) -> Host:
 # --- Cases of the operators as nodes ---
 
 
+def version_of(case: Case) -> str:
+    """The version of the plugin that the case's node names."""
+    rare = any(row.rare and row.name in case.options for row in ROUTER_OPTIONS)
+    return plugin_version(offloaded=False, rare=rare)
+
+
 def attributes_of(case: Case) -> dict[str, Any]:
     """All attributes of the case's node."""
     rows = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if case.op == "dropless" else ()))
-    options = {row.attribute: case.options.get(row.name, row.default) for row in rows}
+    options = {
+        row.attribute: case.options.get(row.name, row.default)
+        for row in rows
+        if not row.rare or version_of(case) != "1"
+    }
     w1, w2 = case.arguments["w1"], case.arguments["w2"]
     top_k = case.arguments.get("top_k")
     return {

@@ -21,7 +21,7 @@ from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, opti
 from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
 from custom_ops.layer_shape import LayerShape
-from custom_ops.options import CLAMPED, PRE_NORMS
+from custom_ops.options import CLAMPED, PRE_NORMS, ROUNDINGS
 from custom_ops.packed_weights import ENCODINGS, divides
 from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format, plain_format
 from layer_changes import changed
@@ -129,11 +129,13 @@ def test_the_table_shows_every_kernel() -> None:
     assert "2 programs, 4 kernels" in text
     assert "dropless, 2 of 8 experts, 64 x 128, gated silu, float16" in text
     assert "17-" in text
-    flags = 128 | 256 | 1024  # rms_norm, residual, w2_transposed
+    flags = 128 | 256 | 1024 | 2048  # rms_norm, residual, w2_transposed, rounded_logits
     layer = SMALL.programs[0].layer._replace(flags=flags, norm_eps=0.5)
     with console.capture() as shown:
         console.print(Bundle((replace(SMALL.programs[0], layer=layer),)))
-    assert "64 x 128, silu, rms norm, residual, w2 transposed, float16" in shown.get()
+    assert (
+        "64 x 128, silu, rms norm, residual, w2 transposed, rounded logits, float16" in shown.get()
+    )
     assert "48 KiB" in text
 
 
@@ -252,7 +254,9 @@ def layers(draw: st.DrawFn) -> Layer:
         scoring = draw(st.sampled_from(SCORINGS))
         scaling = draw(st.floats(-10, 10))
         grouped = draw(groups(experts, top_k))
-        router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
+        roundings = (draw(st.sampled_from(ROUNDINGS)) for _ in range(2))
+        rounded = dict(zip(("logits_dtype", "routing_weights_dtype"), roundings, strict=True))
+        router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped, **rounded)
     weight_format = draw(st.builds(plain_format, floats) | packed_formats())
     tokens_dtype = draw(floats) if weight_format.is_plain else weight_format.operand_dtype
     flags: tuple[str, ...] = ("b1", "b2", "tf32")

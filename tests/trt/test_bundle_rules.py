@@ -57,7 +57,7 @@ IMAGE = len(kernel().image)
         (36, "I", [6], "the layer's tokens and experts must be float32 (1), float16 (2) or bf"),
         (44, "I", [0], "the layer's routing dtype must be float32 (1), float16 (2) or bfloat16"),
         (48, "I", [4], "the layer's router bias must be float32 (1), float16 (2) or bfloat16 (3)"),
-        (52, "I", [2048], "the layer's flags must be below 2048, got 2048"),
+        (52, "I", [8192], "the layer's flags must be below 8192, got 8192"),
         (52, "I", [8], "the layer's flag interleaved needs flag gated"),
         (52, "I", [64], "the layer's flag tf32 does not apply and must be 0, got 64"),
         (56, "I", [13], "the layer's activation must be below 13, got 13"),

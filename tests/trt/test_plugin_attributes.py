@@ -7,7 +7,7 @@ import os
 import pytest
 
 from custom_ops import ACTIVATIONS
-from plugin_host import Field, attributes_of
+from plugin_host import RUNTIME, Field, attributes_of, version_of
 from plugin_layers import small_case, the_error
 from standin_gpu import StandinGpu
 from trt_plugin.native import library_path
@@ -113,6 +113,55 @@ def test_attributes(driver, tensorrt_host, tmp_path, name):
     attributes = {key: value for key, value in attributes.items() if value is not MISSING}
     assert tensorrt_host.create("DroplessMoE", attributes) is None
     assert message in the_error(tensorrt_host)
+
+
+ROUNDED = {"logits_dtype": "tokens", "routing_weights_dtype": "float32"}
+ROUNDINGS = {
+    "unknown": ({"logits_dtype": "float16"}, "must be one of float32, tokens; got 'float16'"),
+    "another layer": (ROUNDED, "routed_scaling=1 group_scoring=none logits_dtype=tokens"),
+    "both": (
+        {**ROUNDED, "routing_weights_dtype": "tokens"},
+        "logits_dtype=tokens routing_weights_dtype=tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_what_routers_round_is_an_attribute_of_a_version_of_its_own(
+    driver, tensorrt_host, tmp_path, name
+):
+    changes, message = ROUNDINGS[name]
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    attributes = attributes_of(case) | {"kernels": str(bundle)} | changes
+    assert tensorrt_host.create("DroplessMoE", attributes, version="3") is None
+    assert the_error(tensorrt_host).endswith(message)
+    assert tensorrt_host.create("DroplessMoE", attributes) is None
+    assert the_error(tensorrt_host).startswith("unknown attribute logits_dtype; known are ")
+
+
+def test_versions_have_the_attributes_of_their_nodes(tensorrt_host):
+    plain, offloaded, rounded, both = (
+        tensorrt_host.field_names("DroplessMoE", version) for version in ("1", "2", "3", "4")
+    )
+    assert rounded == plain | dict.fromkeys(ROUNDED, CHAR)
+    assert both == offloaded | dict.fromkeys(ROUNDED, CHAR)
+    assert not plain.keys() & ROUNDED.keys()
+    experts = [tensorrt_host.field_names("DroplessMoEExperts", version) for version in "1234"]
+    assert experts[2:] == experts[:2]
+
+
+def test_an_engine_has_its_layers_version(driver, tensorrt_host, tmp_path):
+    case = small_case(**ROUNDED)
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    attributes = attributes_of(case) | {"kernels": str(bundle)}
+    plugin = tensorrt_host.create("DroplessMoE", attributes, version=version_of(case))
+    assert plugin.describe().startswith("DroplessMoE/3/: ")
+    assert plugin.metadata().endswith("group_scoring=none logits_dtype=tokens")
+    plugin.destroy()
+    fields = {"programs": bundle.read_bytes()}
+    assert tensorrt_host.create("DroplessMoE", fields, RUNTIME) is None
+    assert the_error(tensorrt_host) == "field programs is of the plugin's version 3, not 1"
 
 
 def test_experts_have_no_router(driver, tensorrt_host):

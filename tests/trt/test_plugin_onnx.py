@@ -81,7 +81,8 @@ def nodes_of(path: Path, tensorrt) -> list[Node]:
             continue
         given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         version = given["plugin_version"].decode()
-        assert version == ("2" if "resident_experts" in given else "1")
+        rounded, offloaded = "logits_dtype" in given, "resident_experts" in given
+        assert version == str(1 + offloaded + 2 * rounded)
         listed = tensorrt.field_names(node.op_type, version)
         # TensorRT's parser warns of others.
         assert given.keys() >= listed.keys()
@@ -192,6 +193,22 @@ def test_layers_that_differ(driver, tmp_path):
 def test_half_precision(driver, tmp_path):
     model = mlp_model().half()
     check(driver, tmp_path, model, torch.randn(3, 5, 16).half())
+
+
+@pytest.mark.parametrize("resident_experts", [None, 3])
+def test_routers_that_round(driver, tmp_path, resident_experts):
+    torch.manual_seed(0)
+    model = op_model(
+        OpLayer(logits_dtype="tokens"),
+        OpLayer(routing_weights_dtype="tokens", scoring="sigmoid"),
+    )
+    x = (torch.randn(3, 5, 16) * 16).round().half() / 16
+    nodes = check(driver, tmp_path, model.half(), x, resident_experts=resident_experts)
+    roundings = [
+        (node.attributes["logits_dtype"], node.attributes["routing_weights_dtype"])
+        for node in nodes
+    ]
+    assert roundings == [("tokens", "float32"), ("float32", "tokens")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

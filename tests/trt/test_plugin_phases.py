@@ -12,7 +12,7 @@ import torch
 
 from custom_ops.kernels.plan import plan
 from kernel_runs import layer_of
-from moe_cases import assert_matches, make_case
+from moe_cases import assert_matches, in_steps, make_case
 from plugin_host import (
     NAMES,
     RUNTIME,
@@ -24,6 +24,7 @@ from plugin_host import (
     host,
     inputs_of,
     serialized,
+    version_of,
 )
 from plugin_layers import checked_host, the_error
 from standin_gpu import StandinGpu
@@ -65,7 +66,10 @@ def input_names(case) -> list[str]:
 def build_engine(tensorrt, case, bundle, most: int):
     """What TensorRT does from a node to an engine; returns the layer's field and its workspace."""
     plugin = tensorrt.create(
-        NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)}, layer="layer"
+        NAMES[case.op],
+        attributes_of(case) | {"kernels": str(bundle)},
+        layer="layer",
+        version=version_of(case),
     )
     inputs, output = profile(case, most)
     assert plugin.outputs() == 1
@@ -85,7 +89,7 @@ def build_engine(tensorrt, case, bundle, most: int):
 
 
 def engine_layer(tensorrt, case, fields, layer: str = "layer"):
-    plugin = tensorrt.create(NAMES[case.op], fields, RUNTIME, layer)
+    plugin = tensorrt.create(NAMES[case.op], fields, RUNTIME, layer, version_of(case))
     assert plugin is not None, tensorrt.messages()
     return plugin
 
@@ -115,6 +119,8 @@ ROUTERS = {
     "softmax": {},
     "topk_softmax": {"scoring": "topk_softmax"},
     "sigmoid": {"scoring": "sigmoid", "renormalize": False, "routed_scaling": 2.5},
+    "rounded": {"logits_dtype": "tokens", "routing_weights_dtype": "tokens"},
+    "rounded weights": {"scoring": "sigmoid", "routing_weights_dtype": "tokens"},
 }
 
 
@@ -133,6 +139,7 @@ def test_experts(driver, tensorrt, tmp_path, form):
 @pytest.mark.parametrize("router", ROUTERS)
 def test_dropless(driver, tensorrt, tmp_path, router):
     case = small_case("dropless", dtype=torch.float16, activation="silu", **ROUTERS[router])
+    case = case.changed(**in_steps(case.arguments))
     bundle = StandinGpu(driver, "sm_90").bundle(tmp_path / "model.moek", case)
     fields, size = build_engine(tensorrt, case, bundle, most=5)
     plugin = engine_layer(tensorrt, case, fields)

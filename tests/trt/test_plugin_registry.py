@@ -61,12 +61,15 @@ def test_the_registry_has_the_creators(version):
     report, _ = run(version)
     assert report["version"].startswith(version.removeprefix("rtx-"))
     assert report["creators"] == [
-        [name, version, "", "IPluginCreatorV3One"] for name in REGISTERED for version in ("1", "2")
+        [name, version, "", "IPluginCreatorV3One"] for name in REGISTERED for version in "1234"
     ]
-    dropless, offloaded, experts, offloaded_experts = report["fields"]
-    assert dropless == [*experts, *(option.attribute for option in ROUTER_OPTIONS)]
+    dropless, offloaded, rounded, both, experts, offloaded_experts, *same = report["fields"]
+    of_router = {rare: [o.attribute for o in ROUTER_OPTIONS if o.rare == rare] for rare in (0, 1)}
+    assert dropless == [*experts, *of_router[False]]
     added = [RESIDENT_EXPERTS, *SOURCES.values(), EXPERT_CACHE]
     assert (offloaded, offloaded_experts) == ([*added, *dropless], [*added, *experts])
+    assert rounded == [*dropless, *of_router[True]]
+    assert (both, same) == ([*added, *rounded], [experts, offloaded_experts])
     assert {"top_k", "num_experts", "activation", "kernels"} < set(experts)
 
 

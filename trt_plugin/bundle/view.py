@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 # So many tokens are as good as no limit.
 _ANY_NUMBER = 2**24
 # Flags that are named where they are set.
-_FLAGS = ("rms_norm", "residual", "w1_transposed", "w2_transposed")
+_FLAGS = (
+    *("rms_norm", "residual", "w1_transposed", "w2_transposed"),
+    *("rounded_logits", "rounded_weights"),
+)
 
 
 # The numbers that bytes of scales stand for.
@@ -70,7 +73,7 @@ def _kernels(program: dict[str, Any]) -> Table:
 def layer_text(layer: dict[str, Any]) -> str:
     """Returns ``LayerRecord.to_dict()`` in one line."""
     gated = "gated " if layer["gated"] else ""
-    flags = "".join(f", {name.replace('_', ' ')}" for name in _FLAGS if layer[name])
+    flags = "".join(f", {name.replace('_', ' ')}" for name in _FLAGS if layer.get(name))
     slots = layer.get("resident_experts")
     resident = f", {slots} resident" if slots else ""
     dtypes = dict.fromkeys(layer[name] for name in ("tokens_dtype", "experts_dtype"))

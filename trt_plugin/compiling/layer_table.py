@@ -114,6 +114,7 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
     yield _text(option.attribute)
     yield "true" if router else "false"
     yield "true" if option in LAYOUT_OPTIONS else "false"
+    yield "true" if option.rare else "false"
     yield "Option::kName" if option.names else f"Option::{_constant(option.type.__name__)}"
     slot = option.slot
     yield from map(str, (FLAGS_WORD, slot.bit) if isinstance(slot, Flag) else (slot.index, 0))

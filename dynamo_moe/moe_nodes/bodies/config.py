@@ -10,7 +10,14 @@ import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.layer_shape import LayerShape
-from custom_ops.options import ExpertOptions, Flag, Option, Options, RouterOptions
+from custom_ops.options import (
+    ROUTER_OPTIONS,
+    ExpertOptions,
+    Flag,
+    Option,
+    Options,
+    RouterOptions,
+)
 from custom_ops.packed_weights import WHOLE
 from custom_ops.weight_formats import GLOBAL_SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.nodes import (
@@ -147,7 +154,9 @@ class BodyConfig:
     @property
     def attributes(self) -> tuple[str, ...]:
         """The attributes that a node of this configuration passes."""
-        return tuple(SCHEMAS[self.op_type].attributes)
+        rare = {row.attribute for row in ROUTER_OPTIONS if row.rare}
+        absent = set() if self.router and self.router.is_rare else rare
+        return tuple(name for name in SCHEMAS[self.op_type].attributes if name not in absent)
 
     @property
     def overload(self) -> str:

@@ -66,6 +66,9 @@ def _has_its_router(config: BodyConfig) -> bool:
     router = config.router
     if router is None or router.scoring == "sigmoid" or config.has_selection_bias:
         return False
+    if router.is_rare:
+        # It rounds no weights, and does not take the lower of equal logits, which are many.
+        return False
     # On a CPU, QMoE of ONNX Runtime 1.31 divides the weights by their sum whatever it is told.
     divides = config.shape.weight_format.is_plain or router.scoring == "topk_softmax"
     return router.group_scoring == "none" and (divides or config.renormalizes)

@@ -23,20 +23,23 @@ def route(
 
 
 def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
-    """Returns the router's logits ``[T, E]`` in the routing dtype."""
+    """Returns the router's logits ``[T, E]`` in the dtype that it computes in."""
     dtype = config.router_compute_dtype
 
     def parameter(name: str) -> ir.Value:
         weight = op.entered(inputs[name], config.routing_dtype, out=f"{name}_entered")
         return op.cast(weight, config.routing_dtype, dtype, out=f"{name}_wide")
 
-    return op.Gemm(
+    logits_TE = op.Gemm(
         op.cast(x_TD, config.tokens_dtype, dtype, out="x_wide_TD"),
         parameter("router_weight"),
         parameter("router_bias") if config.has_router_bias else None,
         transB=1,
         out="logits_TE",
     )
+    if config.router_options.logits_dtype == "tokens":
+        logits_TE = _rounded(op, config, logits_TE, out="logits_rounded_TE")
+    return logits_TE
 
 
 def sigmoid(op: Ops, logits: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
@@ -89,7 +92,16 @@ def _route(
         epsilon = op.constant("epsilon", RENORMALIZE_EPS, dtype)
         top_TK = op.Div(top_TK, op.Add(total_T1, epsilon, out="divisor_T1"), out="normalized_TK")
     weights_TK = op.Mul(top_TK, op.real("routed_scaling", dtype), out="weights_TK")
+    if config.router_options.routing_weights_dtype == "tokens":
+        weights_TK = _rounded(op, config, weights_TK, out="weights_rounded_TK")
     return ids_TK, op.cast(weights_TK, dtype, config.compute_dtype, out="weights_wide_TK")
+
+
+def _rounded(op: Ops, config: BodyConfig, value: ir.Value, out: str) -> ir.Value:
+    """Returns a value in the dtype that the router computes in, rounded to that of the tokens."""
+    dtype = config.router_compute_dtype
+    rounded = op.cast(value, dtype, config.tokens_dtype, out=out)
+    return op.cast(rounded, config.tokens_dtype, dtype, out=f"{out}_wide")
 
 
 def _members_of_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) -> ir.Value:

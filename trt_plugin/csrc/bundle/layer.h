@@ -34,6 +34,7 @@ struct Option {
   const char* attribute;  // Of a node, and so the plugin's field.
   bool router;            // DroplessMoEExperts does not have it.
   bool plain;             // Nodes whose weights are packed do not have it.
+  bool rare;              // Nodes have it if they set one such option.
   Type type;
   std::uint32_t word;  // Its place in a record,
   std::uint32_t bit;   // and there; 0: the whole word.

@@ -22,6 +22,8 @@ constexpr const char* kWeightFormat = "weight_format";
 constexpr const char* kBlockSize = "block_size";
 constexpr const char* kBlockRows = "block_rows";
 
+constexpr const char* kVersionNames[] = {"1", "2", "3", "4"};
+
 constexpr PluginFieldType TypeOf(const format::Option& option) {
   if (option.type == format::Option::kName) {
     return PluginFieldType::kCHAR;
@@ -34,12 +36,16 @@ bool HasOption(const Node& node, const format::Option& option) {
   return (!option.router || node.op == format::kDropless) && !(option.plain && node.packed);
 }
 
+std::size_t IndexOf(Version version) {
+  return (version.offloaded ? 1U : 0U) + (version.rare ? 2U : 0U);
+}
+
 std::vector<PluginField> MakeFields(const Node& node, Version version) {
   std::vector<PluginField> fields;
   const auto add = [&](const char* name, PluginFieldType type) {
     fields.push_back({name, nullptr, type, 1});
   };
-  if (version == Version::kOffloaded) {
+  if (version.offloaded) {
     add(kResidentExperts, PluginFieldType::kINT32);
     add(kW1Source, PluginFieldType::kCHAR);
     add(kW2Source, PluginFieldType::kCHAR);
@@ -55,7 +61,7 @@ std::vector<PluginField> MakeFields(const Node& node, Version version) {
     add(kBlockRows, PluginFieldType::kINT32);
   }
   for (const format::Option& option : format::kOptions) {
-    if (HasOption(node, option)) {
+    if (HasOption(node, option) && (version.rare || !option.rare)) {
       add(option.attribute, TypeOf(option));
     }
   }
@@ -64,22 +70,21 @@ std::vector<PluginField> MakeFields(const Node& node, Version version) {
 
 // The fields of a plugin, without data; they stay where they are.
 Span<PluginField> FieldsOf(const Node& node, Version version) {
-  constexpr std::size_t kChoices = 2;
+  constexpr std::size_t kNodes = 4;
   static const auto* const all = [] {
-    auto* const made = new std::vector<PluginField>[kChoices * kChoices * kChoices];
+    auto* const made = new std::vector<PluginField>[kNodes * std::size(kVersions)];
     std::size_t index = 0;
-    for (const format::Operator op : {format::kDropless, format::kExpertsOnly}) {
-      for (const bool packed : {false, true}) {
-        for (const Version each : {Version::kResident, Version::kOffloaded}) {
+    for (const Version each : kVersions) {
+      for (const format::Operator op : {format::kDropless, format::kExpertsOnly}) {
+        for (const bool packed : {false, true}) {
           made[index++] = MakeFields({op, packed}, each);
         }
       }
     }
     return made;
   }();
-  const std::size_t index =
-      ((node.op == format::kDropless ? 0U : kChoices) + (node.packed ? 1U : 0U)) * kChoices +
-      (version == Version::kOffloaded ? 1U : 0U);
+  const std::size_t index = IndexOf(version) * kNodes + (node.op == format::kDropless ? 0U : 2U) +
+                            (node.packed ? 1U : 0U);
   return {all[index].data(), all[index].size()};
 }
 
@@ -325,10 +330,13 @@ Node NodeOf(const dynamo_moe_layer& layer) {
   return {static_cast<format::Operator>(layer.op), FormatOf(layer).IsPacked()};
 }
 
-const char* NameOf(Version version) { return version == Version::kOffloaded ? "2" : "1"; }
+const char* NameOf(Version version) { return kVersionNames[IndexOf(version)]; }
 
 Version VersionOf(const dynamo_moe_layer& layer) {
-  return layer.resident_experts != 0 ? Version::kOffloaded : Version::kResident;
+  const bool rare = std::any_of(
+      std::begin(format::kOptions), std::end(format::kOptions),
+      [&](const format::Option& option) { return option.rare && CodeOf(layer, option) != 0; });
+  return {layer.resident_experts != 0, rare};
 }
 
 std::string Describe(const dynamo_moe_layer& layer) {
@@ -341,7 +349,7 @@ std::string Describe(const dynamo_moe_layer& layer) {
                  layer.block_columns, " ", kBlockRows, "=", layer.block_rows, " ");
   }
   for (const format::Option& option : format::kOptions) {
-    if (!HasEffect(layer, option)) {
+    if (!HasEffect(layer, option) || (option.rare && CodeOf(layer, option) == 0)) {
       continue;
     }
     text += Text(option.attribute, "=");
@@ -386,7 +394,7 @@ Status ReadAttributes(const Node& node, Version version, const PluginFieldCollec
     NormalizeBlock(&layer);
   }
   *attributes = {layer, read.TextAt("kernels"), {}};
-  return version == Version::kOffloaded ? ReadOffload(read, attributes) : Status();
+  return version.offloaded ? ReadOffload(read, attributes) : Status();
 }
 
 std::string TextOf(const PluginField& field) {

@@ -20,9 +20,14 @@ struct Node {
 const char* NameOf(const Node& node);
 Node NodeOf(const dynamo_moe_layer& layer);
 
-// A plugin's version. TensorRT's parser warns of each field that a node lacks, so only the version
-// for offloaded layers has those that other nodes never have.
-enum class Version { kResident, kOffloaded };
+// A plugin's version. TensorRT's parser warns of each field that a node lacks, so there are further
+// versions with the fields that most nodes lack: of offloaded layers, of rare options, of both.
+struct Version {
+  bool offloaded;
+  bool rare;
+};
+// In the order of their names, "1" to "4".
+inline constexpr Version kVersions[] = {{false, false}, {true, false}, {false, true}, {true, true}};
 // In TensorRT's registry, and in the attribute plugin_version.
 const char* NameOf(Version version);
 Version VersionOf(const dynamo_moe_layer& layer);

@@ -2,10 +2,10 @@
 // of the C interface that concerns plugins.
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bundle/layer.h"
 #include "dynamo_moe.h"
@@ -77,16 +77,19 @@ extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
     std::int32_t& count) {
   using dynamo_moe::format::kDropless;
   using dynamo_moe::format::kExpertsOnly;
-  using dynamo_moe::plugin::Version;
-  static dynamo_moe::plugin::Creator made[] = {
-      {{kDropless, false}, Version::kResident},    {{kDropless, false}, Version::kOffloaded},
-      {{kExpertsOnly, false}, Version::kResident}, {{kExpertsOnly, false}, Version::kOffloaded},
-      {{kDropless, true}, Version::kResident},     {{kDropless, true}, Version::kOffloaded},
-      {{kExpertsOnly, true}, Version::kResident},  {{kExpertsOnly, true}, Version::kOffloaded}};
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {
-      &made[0], &made[1], &made[2], &made[3], &made[4], &made[5], &made[6], &made[7]};
-  count = static_cast<std::int32_t>(std::size(creators));
-  return creators;
+  using dynamo_moe::plugin::Node;
+  static const auto* const creators = [] {
+    auto* const made = new std::vector<nvinfer1::IPluginCreatorInterface*>;
+    for (const Node& node : {Node{kDropless, false}, Node{kExpertsOnly, false},
+                             Node{kDropless, true}, Node{kExpertsOnly, true}}) {
+      for (const dynamo_moe::plugin::Version version : dynamo_moe::plugin::kVersions) {
+        made->push_back(new dynamo_moe::plugin::Creator(node, version));
+      }
+    }
+    return made;
+  }();
+  count = static_cast<std::int32_t>(creators->size());
+  return creators->data();
 }
 
 dynamo_moe_status dynamo_moe_kernels_begin(const char* name, const void* data, std::size_t size) {

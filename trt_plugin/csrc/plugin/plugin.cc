@@ -153,13 +153,14 @@ Status Plugin::FromEngine(const Node& node, Version version, const std::string& 
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
                            Text(" is of ", NameOf(stored)));
   }
-  if (VersionOf(name.layer) != version) {
+  const Version wanted = VersionOf(name.layer);
+  if (wanted.offloaded != version.offloaded || wanted.rare != version.rare) {
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
-                           " is of the plugin's version ", NameOf(VersionOf(name.layer)), ", not ",
+                           " is of the plugin's version ", NameOf(wanted), ", not ",
                            NameOf(version));
   }
   auto layer = std::make_shared<Layer>();
-  const bool offloaded = version == Version::kOffloaded;
+  const bool offloaded = version.offloaded;
   if (offloaded != (fields.nbFields == kOffloadedFields)) {
     return InvalidArgument("an engine's layer has ", offloaded ? kOffloadedFields : 1,
                            " fields where its experts are ", offloaded ? "" : "not ",
