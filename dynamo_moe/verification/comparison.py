@@ -36,7 +36,13 @@ from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.errors import worst_errors
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
-from dynamo_moe.verification.routing import RoutingRecorder, add_routing_outputs, agreement
+from dynamo_moe.verification.routing import (
+    ChoicesOfFile,
+    RoutingRecorder,
+    add_routing_outputs,
+    agreement,
+    other_choices,
+)
 from dynamo_moe.verification.runtime import RefusedError, Runtime, RuntimeProcess, describe
 
 Case = tuple[Any, ...] | Mapping[str, Any]
@@ -439,10 +445,19 @@ def _verified(
             return replace(visible, excepted="hidden tokens")
     with TiesByIndex() as ties:
         by_index = models.results(trial.case)
-    if not ties.found:
-        return result
-    again = _compare(file, feeds, by_index, bound, trial.kept)
-    return replace(again, excepted="ties") if again.passed else result
+    if ties.found:
+        again = _compare(file, feeds, by_index, bound, trial.kept)
+        if again.passed:
+            others = other_choices(results.routed, by_index.routed)
+            return replace(again, excepted="ties", other_choices=others)
+    _, in_file = file.run(feeds, routing=bool(results.routed))
+    with ChoicesOfFile(in_file, bound.max) as choices:
+        chosen = models.results(trial.case)
+    if choices.taken:
+        again = _compare(file, feeds, chosen, bound, trial.kept)
+        if again.passed:
+            return replace(again, excepted="close choices", other_choices=choices.taken)
+    return result
 
 
 def _has_numbers(tensors: Sequence[Tensor]) -> bool:

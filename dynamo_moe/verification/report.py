@@ -30,8 +30,12 @@ class CaseResult:
             ``max_error`` that the conversion causes.
         excepted: Empty, as a rule. Else what the case passes but for: ``ties``, if scores of the
             model's own top-k are equal, and the file agrees with the model where that takes the
-            first of them, as ONNX does; ``hidden tokens``, if results differ for tokens alone that
-            a mask hides.
+            first of them, as ONNX does; ``close choices``, if it agrees where the model takes the
+            file's experts for tokens whose scores differ by less than the tolerance, so that
+            rounding decides; ``hidden tokens``, if results differ for tokens alone that a mask
+            hides.
+        other_choices: With ``ties`` and ``close choices``, the (token, layer) pairs for which the
+            model itself chose other experts.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -41,6 +45,7 @@ class CaseResult:
     passed: bool
     model_error: float | None = None
     excepted: str = ""
+    other_choices: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ class VerificationReport:
 def _verdict(case: CaseResult) -> str:
     if not case.passed:
         return "[red]fails[/]"
-    return f"[green]ok but for {case.excepted}[/]" if case.excepted else "[green]ok[/]"
+    count = f" ({case.other_choices})" if case.other_choices else ""
+    return f"[green]ok but for {case.excepted}{count}[/]" if case.excepted else "[green]ok[/]"
 
 
 class VerificationError(AssertionError):

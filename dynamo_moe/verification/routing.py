@@ -86,6 +86,9 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
         ranked = add("MatMul", inputs["x"], add("Transpose", inputs["router_weight"], perm=[1, 0]))
         if "router_bias" in inputs:
             ranked = add("Add", ranked, inputs["router_bias"])
+        if options.get("logits_dtype") == "tokens":
+            rounded = add("CastLike", ranked, routing_inputs["x"])
+            ranked = add("Cast", rounded, to=onnx.TensorProto.FLOAT)
         limited = options.get("topk_group", 1) < options.get("n_group", 1)
         if limited or "selection_bias" in inputs:
             scoring = {"softmax": "Softmax", "sigmoid": "Sigmoid", "topk_softmax": "Identity"}
@@ -136,12 +139,81 @@ class RoutingRecorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class ChoicesOfFile(TorchDispatchMode):
+    """Lets a model take the experts of a file where their scores are close to the model's choice.
+
+    Rounding decides between such scores; what the experts compute can still be compared.
+
+    Args:
+        in_file: The file's expert ids of each layer.
+        closeness: By how much the lowest scores of both choices may differ, as a share of the
+            token's largest.
+
+    Attributes:
+        taken: (token, layer) pairs for which that made a difference.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, in_file: Sequence[Tensor], closeness: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # It has no annotations.
+        self._waiting = [ids.reshape(-1, ids.shape[-1]).long() for ids in in_file]
+        self._closeness = closeness
+        self.taken = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.topk.default or args[0].ndim < 2:
+            return result
+        values, ids = result
+        for place, file_ids in enumerate(self._waiting):
+            choice = self._choice(args[0], values, ids, file_ids)
+            if choice is not None:
+                del self._waiting[: place + 1]
+                return choice
+        return result
+
+    def _choice(
+        self, scores: Tensor, values: Tensor, ids: Tensor, file_ids: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns a top-k with a layer's choice in the file; None if it is not of that layer."""
+        experts, (tokens, top_k) = scores.shape[-1], file_ids.shape
+        is_alike = (*ids.shape[-1:], ids.numel()) == (top_k, tokens * top_k)
+        if not is_alike or not tokens or file_ids.max() >= experts:
+            return None
+        scores_TE, ids_TK = scores.reshape(-1, experts), ids.reshape(-1, top_k)
+        differs_T = ~_same(ids_TK, file_ids)
+        file_values = scores_TE.gather(-1, file_ids)
+        lost_T = values.reshape(-1, top_k).amin(-1) - file_values.amin(-1)
+        largest_T = scores_TE.abs().where(scores_TE.isfinite(), 0.0).amax(-1)
+        if (differs_T & ~(lost_T <= self._closeness * largest_T)).any():
+            return None
+        self.taken += int(differs_T.sum())
+        takes_T1 = differs_T[:, None]
+        values_TK = torch.where(takes_T1, file_values, values.reshape(-1, top_k))
+        return values_TK.view_as(values), torch.where(takes_T1, file_ids, ids_TK).view_as(ids)
+
+
 def agreement(routed: Sequence[Tensor], in_file: Sequence[Tensor]) -> float | None:
     """Returns the fraction of (token, layer) pairs whose sets of experts agree."""
     if not in_file or len(in_file) != len(routed):
         return None
-    same = []
-    for ours, theirs in zip(routed, in_file, strict=True):
-        ids, other = (value.reshape(-1, ours.shape[-1]).sort(dim=-1)[0] for value in (ours, theirs))
-        same.append((ids == other).all(dim=-1))
-    return float(torch.cat(same).double().mean())
+    return float(_all_same(routed, in_file).double().mean())
+
+
+def other_choices(routed: Sequence[Tensor], others: Sequence[Tensor]) -> int:
+    """Returns how many (token, layer) pairs have other sets of experts in two runs of a model."""
+    return int((~_all_same(routed, others)).sum()) if routed else 0
+
+
+def _all_same(routed: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    pairs = zip(routed, others, strict=True)
+    return torch.cat([_same(ours, theirs) for ours, theirs in pairs])
+
+
+def _same(ids: Tensor, others: Tensor) -> Tensor:
+    """Returns of each token whether both are the same set, ``[T]``."""
+    ours, theirs = (value.reshape(-1, ids.shape[-1]).sort(dim=-1)[0] for value in (ids, others))
+    return (ours == theirs).all(dim=-1)

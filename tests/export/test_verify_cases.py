@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import custom_ops
 import dynamo_moe
 from dynamo_moe.verification.errors import worst_errors
+from dynamo_moe.verification.routing import ChoicesOfFile
 from small_models import OpLayer
 
 LENGTH = {1: "length"}
@@ -239,22 +241,64 @@ def test_infinities_and_nan_that_differ(place: int, value: float) -> None:
         assert not max_error < 0.1
 
 
+class Router(OpLayer):
+    """PyTorch takes other experts than the first for tokens of zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = nn.functional.linear(x, self.router_weight)
+        weights, ids = logits.softmax(dim=-1).topk(2, dim=-1)
+        return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2)
+
+
 def test_ties_of_the_models_own_router(tmp_path: Path) -> None:
-    class Router(OpLayer):
-        """PyTorch takes other experts than the first for tokens of zeros."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            logits = nn.functional.linear(x, self.router_weight)
-            weights, ids = logits.softmax(dim=-1).topk(2, dim=-1)
-            return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2)
-
     torch.manual_seed(0)
     model = Router(experts=16)
     x = torch.randn(2, 5, 16)
     assert model(torch.zeros(1, 16)).shape == (1, 16)
     report = dynamo_moe.verify(exported(model, (x,), tmp_path / "m.onnx"), model)
-    assert any(case.excepted == "ties" for case in report.cases)
-    assert "ok but for ties" in str(report.__rich__().columns[-1]._cells)
+    tied = [case for case in report.cases if case.excepted == "ties"]
+    assert tied
+    assert all(case.other_choices for case in tied)
+    assert f"ok but for ties ({tied[0].other_choices})" in str(report.__rich__().columns[-1]._cells)
+
+
+@torch.no_grad()
+def test_choices_that_rounding_decides(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Router(experts=6)
+    model.router_weight[4] = model.router_weight[2]
+    x = torch.randn(2, 5, 16)
+    path = exported(model, (x,), tmp_path / "m.onnx")
+
+    def changed(factor: float) -> Router:
+        """Prefers expert 4 where it is chosen with a positive logit, as before expert 2."""
+        other = copy.deepcopy(model)
+        other.router_weight[4] *= factor
+        return other
+
+    (case,) = dynamo_moe.verify(path, changed(1 + 1e-6), [(x,)]).cases
+    assert (case.excepted, case.routing_agreement) == ("close choices", 1.0)
+    assert 0 < case.other_choices < 10
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, changed(1.01), [(x,)])
+
+
+def test_close_choices_are_taken_from_the_layer_that_has_them() -> None:
+    scores = torch.tensor([[0.5, 0.3, 0.3001, 0.1], [0.4, 0.3, 0.2, 0.1]])
+    file_ids = [torch.tensor([[0, 1], [3, 1]]), torch.tensor([[0, 1], [0, 1]])]
+    with ChoicesOfFile(file_ids, 1e-3) as choices:
+        scores[:, :1].topk(1)
+        scores.topk(3)
+        values, ids = scores.topk(2)
+        again = scores.topk(2)[1]
+    # The first layer's second token is not close.
+    assert ids.tolist() == [[0, 1], [0, 1]]
+    assert values.tolist() == [
+        [0.5, scores[0, 1].item()],
+        [scores[1, 0].item(), scores[1, 1].item()],
+    ]
+    assert choices.taken == 1
+    assert again.tolist() == [[0, 2], [0, 1]]
 
 
 def test_groups_of_experts_on_sequences(tmp_path: Path) -> None:
