@@ -16,16 +16,18 @@ import logging
 import math
 import operator
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from custom_ops.options import GROUP_SCORINGS, RouterOptions
+from custom_ops.options import GROUP_SCORINGS, ROUNDINGS, RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.private.pytorch import HigherOrderOperator, OpOverload, schema_of
 from dynamo_moe.private.tracer import free_unbacked_symbols
+from dynamo_moe.ties import TiesByIndex
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,12 +49,18 @@ _LARGEST_FLOOR = 1e-12
 # Ways to score, and whether the weights may be renormalised.
 _SCORINGS = {"softmax": (True, False), "topk_softmax": (True,), "sigmoid": (True, False)}
 # The last bit of a logit of 20 is 2e-6 in float32, which is what its weight is off by, relatively.
-# Logits in half precision are off by 1e-3.
+# Logits in half precision are off by 1e-3: those of both are rounded from the same number.
 _TOLERANCE, _TOLERANCE_FLOAT64 = 1e-5, 1e-12
 _TOKENS = 64
 _SYMBOLIC_SIZE = 8
 # The largest source of a trial, in numbers, where the example's sizes are fixed.
 _MOST_NUMBERS = 1 << 25
+# Multiples of which the even and the odd columns of tokens and router weights are, of biases all,
+# where logits are rounded. All products are multiples of 2**-18, so their sums are exact in float32
+# up to 64, in whatever order; and every digit of a half precision number is in some column.
+_TOKEN_STEPS, _WEIGHT_STEPS, _BIAS_STEPS = (2**-10, 2**-2), (2**-8, 2**-16), (2**-10, 2**-10)
+# Some tokens are smaller by this power of two, and so are their products and sums.
+_SMALL_EXPONENT = 9
 
 
 class _Part(NamedTuple):
@@ -268,31 +276,38 @@ def _description(part: _Part) -> str:
 
 def _identified(part: _Part) -> _Router | None:
     """Returns the operator's router that gives the same routing, if one does."""
-    top_k = part.experts.all_input_nodes[1].meta["val"].shape[-1]
+    tokens, ids, weights = (node.meta["val"] for node in part.experts.all_input_nodes[:3])
+    top_k = ids.shape[-1]
+    roundings = ROUNDINGS if _is_half(tokens) else ROUNDINGS[:1]
     candidates = [
-        _Router(RouterOptions(top_k, scoring, renormalize, scaling, *groups), *roles)
+        _Router(RouterOptions(top_k, scoring, renormalize, scaling, *groups, rounding), *roles)
         for roles in _roles(part)
         for groups in _groups(part)
         for scaling in _scalings(part)
         for scoring, renormalize in _scorings(part)
+        for rounding in roundings
     ]
     errors = [0.0] * len(candidates)
+    tolerance = _TOLERANCE_FLOAT64 if tokens.dtype == torch.float64 else _TOLERANCE
+    # Candidates do not round weights: whether theirs round to the part's is what is compared.
+    rounds = _is_half(weights) and weights.dtype == tokens.dtype
+    weights_dtype = weights.dtype if rounds else torch.float64
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for x_TD, weight, biases, routing_TE in _examples(part):
                 for number, (options, *roles) in enumerate(candidates):
                     bias, selection_bias = (None if r is None else biases[r] for r in roles)
                     routing = route(x_TD, weight, bias, options, selection_bias)
-                    error = _error(_dense(*routing, len(weight)), routing_TE)
+                    routed_TE = _dense(*routing, len(weight))
+                    error = _error(routed_TE, routing_TE, weights_dtype, tolerance)
                     errors[number] = max(errors[number], error)
     except Exception:  # Whatever it is, the model's own router can do without.
         _LOG.info("The router of %s stays: no trial of it", part.experts, exc_info=True)
         return None
-    in_float64 = part.source.meta["val"].dtype == torch.float64
-    tolerance = _TOLERANCE_FLOAT64 if in_float64 else _TOLERANCE
     for router, error in zip(candidates, errors, strict=True):
-        if error <= tolerance:
-            return router
+        if error == 0:
+            options = replace(router.options, routing_weights_dtype=ROUNDINGS[rounds])
+            return router._replace(options=options)
     _LOG.info("The router of %s stays: the nearest is off by %.1e", part.experts, min(errors))
     return None
 
@@ -371,14 +386,18 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tenso
         result: Tensor = draw(sizes, generator=generator, device="cpu")
         return result
 
-    def cast(value: Tensor, node: fx.Node) -> Tensor:
-        return value.to(node.meta["val"].dtype)
+    in_steps = _is_half(part.source.meta["val"]) and _is_half(part.weight.meta["val"])
+
+    def cast(value: Tensor, node: fx.Node, steps: tuple[float, float]) -> Tensor:
+        stepped = _in_steps(value, *steps) if in_steps else value
+        return stepped.to(node.meta["val"].dtype)
 
     experts, width = part.weight.meta["val"].shape
     sizes = [_size(size) for size in part.source.meta["val"].shape]
     if math.prod(sizes) > _MOST_NUMBERS:
         raise ValueError(f"{sizes} are too many numbers for a trial")
-    weight = cast((random(torch.randn, experts, width) + 1) / math.sqrt(width), part.weight)
+    weight = (random(torch.randn, experts, width) + 1) / math.sqrt(width)
+    weight = cast(weight, part.weight, _WEIGHT_STEPS)
     # Small, so that they do not choose alone; then all below 0, where a 0 in place of the scores of
     # experts outside the chosen groups would be the greatest.
     centres = [0.0, -3.0] if part.biases else [0.0]
@@ -386,12 +405,15 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tenso
     while seen < _TOKENS or centres:
         centre = centres.pop(0) if centres else 0.0
         biases = [
-            cast(random(torch.randn, *node.meta["val"].shape) / 4 + centre, node)
+            cast(random(torch.randn, *node.meta["val"].shape) / 4 + centre, node, _BIAS_STEPS)
             for node in part.biases
         ]
         # Logits around 0, or around -18, where all sigmoids are small.
         low = random(torch.rand, *sizes[:-1], 1).round_().mul_(-18 / math.sqrt(width))
-        source = cast(random(torch.randn, *sizes).add_(low), part.source)
+        source = cast(random(torch.randn, *sizes).add_(low), part.source, _TOKEN_STEPS)
+        if in_steps:
+            # Small logits differ where scores in half precision are equal.
+            source *= random(torch.rand, *sizes[:-1], 1).round_().mul_(-_SMALL_EXPONENT).exp2_()
         values = {part.source: source, part.weight: weight}
         x, ids, weights = _run(part, values | dict(zip(part.biases, biases, strict=True)))
         x_TD, routing_TE = x.reshape(-1, width), _dense(ids, weights, experts)
@@ -403,15 +425,16 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tenso
 
 
 def _run(part: _Part, inputs: dict[fx.Node, Tensor]) -> list[Tensor]:
-    """Returns the tokens, ids and weights that the experts get."""
+    """Returns the tokens, ids and weights that the experts get; of equal scores the first count."""
     values: dict[fx.Node, Any] = {**inputs}
 
     def value(node: fx.Node) -> Any:
         return values[node] if node in values else _size(node.meta["val"])
 
-    for node in part.nodes:
-        target: Any = node.target
-        values[node] = target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+    with TiesByIndex():
+        for node in part.nodes:
+            target: Any = node.target
+            values[node] = target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
     return [value(node) for node in part.experts.all_input_nodes[:3]]
 
 
@@ -429,7 +452,23 @@ def _dense(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     return zeros_TE.scatter_add(1, ids_TK.long(), weights_TK.double())
 
 
-def _error(result: Tensor, expected: Tensor) -> float:
-    """Returns the largest error of a weight, relative to it; infinite for another expert."""
-    error = (result - expected).abs() / expected.abs()
-    return float(error.where(result != expected, 0.0).nan_to_num(nan=math.inf).max())
+def _error(result: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float) -> float:
+    """Returns how far weights are from what their tolerance rounds to, in a dtype.
+
+    The largest distance, relative to the weight; infinite for another expert.
+    """
+    low, high = ((result * (1 + side * tolerance)).to(dtype).double() for side in (-1, 1))
+    error = (expected - expected.clamp(low, high)).abs() / expected.abs()
+    outside = ~((low <= expected) & (expected <= high))
+    return float(error.where(outside, 0.0).nan_to_num(nan=math.inf).max())
+
+
+def _is_half(value: Tensor) -> bool:
+    return value.dtype.itemsize == 2
+
+
+def _in_steps(value: Tensor, even: float, odd: float) -> Tensor:
+    """Rounds the even and the odd columns to multiples of a number each."""
+    steps = torch.tensor([even, odd], device="cpu").repeat(value.shape[-1] // 2 + 1)
+    steps = steps[: value.shape[-1]]
+    return (value / steps).round() * steps
