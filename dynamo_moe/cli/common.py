@@ -119,6 +119,17 @@ def need_writable(path: Path) -> None:
         raise UsageError(f"cannot write into folder: {path.parent}")
 
 
+def need_writable_folder(path: Path) -> None:
+    """Raises a :class:`UsageError` if there cannot be a folder there to write into."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file: name a folder")
+    above = path if path.is_dir() else path.parent
+    if not above.is_dir():
+        raise UsageError(f"no such folder: {above}")
+    if not os.access(above, os.W_OK):
+        raise UsageError(f"cannot write into folder: {above}")
+
+
 def print_report(report: Any, *, as_json: bool, quiet: bool, **beside: Any) -> None:
     """Prints a report as JSON, behind what stands ``beside`` it there, or for a terminal."""
     if as_json:

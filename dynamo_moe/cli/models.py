@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ from dynamo_moe.cli.common import (
     message_of,
     need_file,
     need_writable,
+    need_writable_folder,
     print_json,
     print_report,
     step,
@@ -92,15 +93,16 @@ def export(
         ),
     ] = None,
     target: Annotated[
-        TargetName,
+        TargetName | None,
         typer.Option(
             metavar="TARGET",
             help="[cyan]plugin[/]: one node per MoE layer, for the TensorRT plugin and ONNX "
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
             "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
             "TRT_MoE, experimental.",
+            show_default="plugin; onnxruntime with --format genai",
         ),
-    ] = DEFAULT_TARGET,
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -243,6 +245,33 @@ def export(
             rich_help_panel=_FILE,
         ),
     ] = False,
+    folder_format: Annotated[
+        Literal["genai", "transformers"] | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="OUT is a folder that a runtime opens: [cyan]genai[/] for onnxruntime-genai, "
+            "[cyan]transformers[/] for transformers.js and optimum.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    shared_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-cache/--no-shared-cache",
+            help="With target onnxruntime: attention writes into the cache's own buffers. "
+            "Default: with --format genai.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    bounded_windows: Annotated[
+        bool,
+        typer.Option(
+            "--bounded-windows",
+            help="Layers with a sliding window keep the tokens in it alone.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = False,
     repeated_blocks: Annotated[
         Literal["auto", "off"],
         typer.Option(
@@ -273,19 +302,26 @@ def export(
             raise UsageError("--group needs --quantize")
         out = _one_output(out, output)
         hf = hf or is_checkpoint(model)
-        if hf and (shape or dynamic or static):
-            raise UsageError("--shape, --dynamic and --static do not go with a checkpoint")
-        if not hf and (task or dtype or link_weights):
-            raise UsageError(
-                "--task, --dtype and --link-weights need a checkpoint: a folder with config.json"
-            )
+        _check_source(
+            hf,
+            of_models={"--shape": shape, "--dynamic": dynamic, "--static": static},
+            of_checkpoints={
+                "--task": task,
+                "--dtype": dtype,
+                "--link-weights": link_weights,
+                "--format": folder_format,
+                "--shared-cache": shared_cache,
+                "--bounded-windows": bounded_windows,
+            },
+        )
+        target = target or ("onnxruntime" if folder_format == "genai" else DEFAULT_TARGET)
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
         options |= {"repeated_blocks": repeated_blocks, "fuse": fuse}
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
-        need_writable(out)
+        need_writable(out) if folder_format is None else need_writable_folder(out)
         if verify:
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
@@ -302,7 +338,11 @@ def export(
                 options |= {
                     "task": task or "text-generation-with-past",
                     "link_weights": link_weights,
+                    "folder": folder_format,
+                    "bounded_windows": bounded_windows,
                 }
+                if shared_cache is not None:
+                    options["shared_cache"] = shared_cache
             else:
                 if static or dynamic:
                     options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
@@ -318,7 +358,7 @@ def export(
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
                         _quantize(console, module, quantize, group)
-                    report = outcome.verification = _verify(console, target_file, module, None)
+                    report = outcome.verification = _verify(console, exported.path, module, None)
                     _check(report)
 
 
@@ -374,6 +414,17 @@ def verify(
         report = _verify(console, file, module, [args] if shape and args else None)
         print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
+
+
+def _check_source(
+    hf: bool, of_models: Mapping[str, object], of_checkpoints: Mapping[str, object]
+) -> None:
+    """Checks that no option is given that goes with the other kind of source alone."""
+    for name, value in (of_models if hf else of_checkpoints).items():
+        if value and hf:
+            raise UsageError(f"{name} does not go with a checkpoint")
+        if value:
+            raise UsageError(f"{name} needs a checkpoint: a folder with config.json")
 
 
 def _one_output(argument: Path | None, option: Path | None) -> Path:
@@ -448,16 +499,20 @@ def _named_finally(
         raise
     from dynamo_moe.files import model_files
 
-    files = model_files.rename_model(exported.files, out)
+    if exported.path.name == out.with_name(f"{out.stem}.unverified{out.suffix}").name:
+        path, files = out, model_files.rename_model(exported.files, out)
+    else:  # A folder, named like that.
+        path, *files = model_files.move_into(exported.files, out)
+        files = [path, *files]
     profile = [
-        out.with_name(out.name + file.name.removeprefix(exported.path.name))
+        path.with_name(path.name + file.name.removeprefix(exported.path.name))
         for file in exported.profile
     ]
     for old, new in zip(exported.profile, profile, strict=True):
         old.replace(new)
-    outcome.exported = replace(exported, path=out, files=tuple(files), profile=tuple(profile))
+    outcome.exported = replace(exported, path=path, files=tuple(files), profile=tuple(profile))
     if outcome.verification is not None:
-        outcome.verification = replace(outcome.verification, path=out)
+        outcome.verification = replace(outcome.verification, path=path)
 
 
 def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:

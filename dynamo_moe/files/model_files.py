@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -152,6 +153,20 @@ def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None)
     if model != path:
         model.unlink()
     return [path, new]
+
+
+def move_into(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Moves the files of a folder, the model first, into another one beside it, and removes it.
+
+    The model takes its place last, so that what it refers to is there. Returns the new paths.
+    """
+    old = Path(os.path.commonpath([file.parent for file in files]))
+    moved = [folder / file.relative_to(old) for file in files]
+    for file, new in zip(reversed(files), reversed(moved), strict=True):
+        new.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(new)
+    shutil.rmtree(old)
+    return moved
 
 
 def _move_out(values: Sequence[ir.Value], path: Path, total: int) -> None:

@@ -211,18 +211,26 @@ def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
     return next((task for task in tasks if outputs[0] == _RESULTS[task]), None)
 
 
-def verification_cases(model: PreTrainedModel) -> list[DrawnCase]:
+def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> list[DrawnCase]:
     """Returns cases for a model within :func:`performing`: a prompt, a step, a part of a prompt.
 
     Where the task has a cache, parts of prompts have padding in it; where it has none, a prompt has
     padding on either side. The last are longer, and optional: a model may have fewer positions.
     A cache of more than keys and values holds what the model has left in it after a prompt.
+
+    Args:
+        model: The model.
+        one_goes_on: Whether a file takes several tokens after others of one sequence alone.
     """
-    cases = [example_case(model, *sizes) for sizes in _VERIFIED]
+    alone = [one_goes_on and new > 1 and past > 0 for _, new, past in _VERIFIED]
+    cases = [
+        example_case(model, 1 if only else sizes[0], *sizes[1:])
+        for sizes, only in zip(_VERIFIED, alone, strict=True)
+    ]
     masks = [case["attention_mask"] for case in cases]
     cache = _cache_of(model)
     if cache is not None:
-        masks[2][-1, :2] = masks[4][1, :3] = 0
+        masks[2][-1, :2] = masks[4][-1, :3] = 0
     else:
         masks[3][0, :30] = masks[3][1, 20:] = 0
     if cache is not None and not cache.is_plain:

@@ -30,7 +30,7 @@ from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import target_of
-from dynamo_moe.operators.foreign import foreign_operator
+from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION, foreign_operator
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
@@ -196,7 +196,9 @@ def _trials(
         rows_of_zeros = not _foreign_targets(proto)
         cases = random_inputs(ir.from_proto(proto), rows_of_zeros=rows_of_zeros)
     else:
-        cases = language_models.verification_cases(models[0])
+        # ONNX Runtime's own attention goes on with one sequence at a time, but for single tokens.
+        grouped = any(ONNXRUNTIME_ATTENTION.is_of(node.domain, node.op_type) for node in graph.node)
+        cases = language_models.verification_cases(models[0], one_goes_on=grouped)
     return [_Trial(case.inputs, True, case.optional, case.kept) for case in cases]
 
 

@@ -210,8 +210,8 @@ def test_export_needs_inputs_and_a_folder() -> None:
     ("arguments", "message"),
     [
         (["--hf", "absent", "m.onnx"], "there is no folder absent"),
-        (["--hf", "absent", "m.onnx", "--static"], "do not go with a checkpoint"),
-        (["model.py", "m.onnx", "--link-weights"], "need a checkpoint"),
+        (["--hf", "absent", "m.onnx", "--static"], "--static does not go with a checkpoint"),
+        (["model.py", "m.onnx", "--link-weights"], "--link-weights needs a checkpoint"),
         (["model.py", "m.onnx", "--group", "32"], "--group needs --quantize"),
         ([".", "m.onnx"], ". is a folder without config.json: no checkpoint"),
         (["model.py"], "name a file, or -o OUT.onnx"),
