@@ -188,6 +188,19 @@ def test_rotary_embeddings(rotary: Any, tmp_path: Path) -> None:
     assert fused(rotary, inputs, tmp_path, weights=(frequencies,)) == {"RotaryEmbedding": 1}
 
 
+def test_one_table_for_all_of_the_batch(tmp_path: Path) -> None:
+    inputs = torch.randn(B, S, H * D), torch.arange(S)[None]
+    shapes = {"args": ({0: "batch"}, {})}
+    found = fused(
+        llama_rotary,
+        inputs,
+        tmp_path,
+        weights=(0.1 ** torch.arange(D // 2),),
+        dynamic_shapes=shapes,
+    )
+    assert found == {"RotaryEmbedding": 1}
+
+
 def interleaved_rotary(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     cos, sin = (table.unsqueeze(1) for table in tables(positions, frequencies, twice=False))
     q = heads(x, H)

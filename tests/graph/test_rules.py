@@ -119,6 +119,36 @@ def over_root(product: str, swapped: str) -> Rule:
 
 
 TESTED = {
+    "_GatheredInOrder": Rule(
+        """g (float[N, M] x) => (float[N, 1, 1, N] y)
+        <int64 zero = {0}, int64 one = {1}, int64[3] others = {1, 2, 3}, int64[1] last = {-1},
+        int64[3] firsts = {0, 1, 2}, int64[N, 1, 1, 1] down, int64[1, 1, 1, N] along>
+        {
+            size = Shape<start = 0, end = 1>(x)
+            n = Squeeze(size)
+            counts = Range(zero, n, one)
+            down = Unsqueeze(counts, others)
+            along = Unsqueeze(counts, firsts)
+            both = Max(down, along)
+            shape = Shape(both)
+            wide = Expand(down, shape)
+            high = Expand(along, shape)
+            first = Unsqueeze(wide, last)
+            second = Unsqueeze(high, last)
+            pairs = Concat<axis = -1>(first, second)
+            y = GatherND(x, pairs)
+        }""",
+        ["Squeeze", *["Constant"] * 4, "Reshape", "Slice", "Constant", "Unsqueeze"],
+        {},
+        {
+            "not from the first one": {"Range(zero": "Range(one"},
+            "every second one": {"n, one)": "n, n)"},
+            "the other order": {"(first, second)": "(second, first)"},
+            "a batch": {"GatherND": "GatherND<batch_dims = 1>"},
+            "one row for all": {"int64[N, 1, 1, 1] down": "int64[1, 1, 1, 1] down"},
+            "three axes": {"[N, M] x": "[N, M, 2] x", "[N, 1, 1, N] y": "[N, 1, 1, N, 2] y"},
+        },
+    ),
     "ReshapeToSameShape": same_shape("Reshape"),
     "ExpandToSameShape": same_shape("Expand"),
     "_CopiedDimensions": Rule(

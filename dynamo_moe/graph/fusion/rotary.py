@@ -10,6 +10,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from dynamo_moe.graph.matching import (
+    Dimension,
     Writer,
     are_alike,
     both_orders,
@@ -39,11 +40,11 @@ class _Rotation(NamedTuple):
 
 def fuse_rotary_embeddings(writer: Writer) -> None:
     """Makes each rotation by ``cos`` and ``sin`` of one width one RotaryEmbedding."""
-    halves: dict[ir.Value, ir.Value | None] = {}
+    tables = _Tables(writer)
     for node in list(writer.graph):
         rotation = _of_whole(node) or _of_halves(node)
         if rotation is not None:
-            _fuse(writer, node.outputs[0], rotation, halves)
+            _fuse(writer, node.outputs[0], rotation, tables)
 
 
 def _of_whole(node: ir.Node) -> _Rotation | None:
@@ -108,19 +109,18 @@ def _whole_of_halves(first: ir.Value, second: ir.Value) -> ir.Value | None:
     return whole if halves else None
 
 
-def _fuse(
-    writer: Writer, old: ir.Value, rotation: _Rotation, halves: dict[ir.Value, ir.Value | None]
-) -> None:
-    tables = [_table(writer, value, rotation.x, halves) for value in rotation[1:]]
+def _fuse(writer: Writer, old: ir.Value, rotation: _Rotation, tables: _Tables) -> None:
+    both = [tables.of(value, rotation.x) for value in (rotation.cos, rotation.sin)]
     width, old, x = _with_rest(old, rotation.x)
     node, sizes = old.producer(), dimensions(x)
-    if node is None or None in tables or len({axis for _, axis in filter(None, tables)}) != 1:
+    found = [entry for entry in both if entry is not None]
+    if node is None or len(found) < len(both) or len({axis for _, axis in found}) > 1:
         return
-    axis = next(axis for _, axis in filter(None, tables))
+    axis = found[0][1]
     heads, head = sizes[axis], sizes[3]
     if not isinstance(heads, int) or not isinstance(head, int):
         return
-    cos_sin = [table for table, _ in filter(None, tables)]
+    cos_sin = [tables.for_batch(node, table, x) for table, _ in found]
     options = {} if width == head else {"rotary_embedding_dim": width}
     turn = maker(x, "Transpose")
     by_token = x if axis == 2 else None
@@ -171,52 +171,69 @@ def _with_rest(result: ir.Value, x: ir.Value) -> tuple[int, ir.Value, ir.Value]:
     return width, join.outputs[0], whole
 
 
-def _table(
-    writer: Writer, value: ir.Value, x: ir.Value, halves: dict[ir.Value, ir.Value | None]
-) -> tuple[ir.Value, int] | None:
-    """Returns [B, S, R / 2] of what x is multiplied by, and the axis of its heads.
+class _Tables:
+    """The tables of cosines and sines, in the form that the operator takes."""
 
-    A table of twice the width must have been made of two equal halves side by side.
-    """
-    spread, sizes = maker(value, "Unsqueeze"), dimensions(x)
-    axes = None if spread is None else integers(spread.inputs[1])
-    if spread is None or axes not in ([1], [2]) or len(sizes) != 4:
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._halves: dict[ir.Value, ir.Value | None] = {}
+        self._wide: dict[tuple[ir.Value, Dimension], ir.Value] = {}
+
+    def of(self, value: ir.Value, x: ir.Value) -> tuple[ir.Value, int] | None:
+        """Returns [B or 1, S, R / 2] of what x is multiplied by, and the axis of its heads.
+
+        A table of twice the width must have been made of two equal halves side by side.
+        """
+        spread, sizes = maker(value, "Unsqueeze"), dimensions(x)
+        axes = None if spread is None else integers(spread.inputs[1])
+        if spread is None or axes not in ([1], [2]) or len(sizes) != 4:
+            return None
+        (axis,), table = axes, operand(spread, 0)
+        match dimensions(table), sizes[3]:
+            case (batch, tokens, int(width)), int(head):
+                fits = batch == 1 or are_alike(batch, sizes[0])
+                if not fits or not are_alike(tokens, sizes[3 - axis]):
+                    return None
+                half = table if 2 * width == head else self._half(table) if width == head else None
+                return None if half is None else (half, axis)
         return None
-    (axis,), table = axes, operand(spread, 0)
-    match dimensions(table), sizes[3]:
-        case (batch, tokens, int(width)), int(head):
-            fits = are_alike(batch, sizes[0]) and are_alike(tokens, sizes[3 - axis])
-            half = table if 2 * width == head else _half(writer, table, halves)
-            return (
-                (half, axis) if half is not None and fits and width in (head, head // 2) else None
-            )
-    return None
 
+    def for_batch(self, before: ir.Node, table: ir.Value, x: ir.Value) -> ir.Value:
+        """Returns a table [B, S, R / 2] of one that may be for all of x's batch.
 
-def _half(
-    writer: Writer, value: ir.Value, known: dict[ir.Value, ir.Value | None]
-) -> ir.Value | None:
-    """Returns the first half of a value that is made of two equal halves, element by element."""
-    if value not in known:
-        known[value] = _made_of_halves(writer, value, known)
-    return known[value]
+        Calls come in the order of the nodes, so the first has its nodes before all others'.
+        """
+        sizes, batch = dimensions(table), dimensions(x)[0]
+        if sizes[0] != 1 or batch == 1:
+            return table
+        if (table, batch) not in self._wide:
+            write, one = self._writer, self._writer.ints([1])
+            count = write.node(before, "Shape", [x], {"start": 0, "end": 1}).outputs[0]
+            parts = [typed(count, one, [1]), one, one]
+            shape = write.node(before, "Concat", parts, {"axis": 0}).outputs[0]
+            wide = write.node(before, "Expand", [table, typed(shape, one, [3])]).outputs[0]
+            self._wide[table, batch] = typed(wide, table, (batch, *sizes[1:]))
+        return self._wide[table, batch]
 
+    def _half(self, value: ir.Value) -> ir.Value | None:
+        """Returns the first half of what is made of two equal halves, element by element."""
+        if value not in self._halves:
+            self._halves[value] = self._made_of_halves(value)
+        return self._halves[value]
 
-def _made_of_halves(
-    writer: Writer, value: ir.Value, known: dict[ir.Value, ir.Value | None]
-) -> ir.Value | None:
-    node = maker(value, "Concat", "Cos", "Sin", "Cast", "Mul", "Div")
-    if node is None or not dimensions(value):
-        return None
-    if node.op_type == "Concat":
-        equal = len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
-        last = is_last_axis(node.attributes.get_int("axis", 0), value)
-        return node.inputs[0] if equal and last else None
-    if any(scalar(factor) is None for factor in node.inputs[1:]):
-        return None
-    half = _half(writer, operand(node, 0), known)
-    if half is None:
-        return None
-    attributes = {name: entry.value for name, entry in node.attributes.items()}
-    made = writer.node(node, node.op_type, [half, *node.inputs[1:]], attributes)
-    return typed(made.outputs[0], value, dimensions(half))
+    def _made_of_halves(self, value: ir.Value) -> ir.Value | None:
+        node = maker(value, "Concat", "Cos", "Sin", "Cast", "Mul", "Div")
+        if node is None or not dimensions(value):
+            return None
+        if node.op_type == "Concat":
+            equal = len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+            last = is_last_axis(node.attributes.get_int("axis", 0), value)
+            return node.inputs[0] if equal and last else None
+        if any(scalar(factor) is None for factor in node.inputs[1:]):
+            return None
+        half = self._half(operand(node, 0))
+        if half is None:
+            return None
+        attributes = {name: entry.value for name, entry in node.attributes.items()}
+        made = self._writer.node(node, node.op_type, [half, *node.inputs[1:]], attributes)
+        return typed(made.outputs[0], value, dimensions(half))
