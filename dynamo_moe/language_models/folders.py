@@ -58,18 +58,8 @@ class RuntimeFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], kind: FolderFormat) -> None:
-        """Makes the folder, if there is none.
-
-        Raises:
-            ValueError: If there is no such format.
-            NotADirectoryError: If ``path`` is a file.
-            FileNotFoundError: If the folder that it is in does not exist.
-        """
-        if kind not in FORMATS:
-            raise ValueError(f"folder must be one of {', '.join(FORMATS)}; got {kind!r}")
+        """Makes the folder, if there is none."""
         self._path, self._kind = Path(path), kind
-        if self._path.exists() and not self._path.is_dir():
-            raise NotADirectoryError(f"{path} is a file; name a folder")
         self._path.mkdir(exist_ok=True)
         self.model_path = self._path / _MODELS[kind]
         self.model_path.parent.mkdir(exist_ok=True)
@@ -101,9 +91,7 @@ class RuntimeFolder:
             files = _renamed_data(files)
             written = list(self._configs(model, has_data=len(files) > 1))
         copied = self._tokenizer(model, tokenizer)
-        missing = (
-            "no tokenizer was found beside the model's weights: pass tokenizer, or add its files"
-        )
+        missing = "no tokenizer was found beside the weights: pass tokenizer, or add its files"
         return [*files, *written, *copied], [] if copied else [missing]
 
     def _configs(self, model: PreTrainedModel, *, has_data: bool) -> Iterator[Path]:
@@ -136,6 +124,25 @@ class RuntimeFolder:
             part = Path(folder) / name
             part.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
             return part.replace(self._path / name)
+
+
+def check_folder(path: str | os.PathLike[str], kind: FolderFormat | None) -> None:
+    """Checks that there is such a format, and can be a folder at ``path``.
+
+    Raises:
+        ValueError: If there is no such format.
+        NotADirectoryError: If ``path`` is a file.
+        FileNotFoundError: If the folder that it is in does not exist.
+    """
+    if kind is None:
+        return
+    if kind not in FORMATS:
+        raise ValueError(f"folder must be one of {', '.join(FORMATS)}; got {kind!r}")
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; name a folder")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} to make {path.name} in")
 
 
 def check_genai(model: PreTrainedModel, cache: ModelCache | None) -> None:

@@ -24,7 +24,12 @@ from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.language_models.caches import ModelCache, Past
-from dynamo_moe.language_models.folders import FolderFormat, RuntimeFolder, check_genai
+from dynamo_moe.language_models.folders import (
+    FolderFormat,
+    RuntimeFolder,
+    check_folder,
+    check_genai,
+)
 from dynamo_moe.tracing.exportable_models import exportable_models
 
 if TYPE_CHECKING:
@@ -97,6 +102,7 @@ def export_language_model(
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
+    check_folder(path, folder)
     with performing(model, task, bounded_windows=bounded_windows):
         if folder is None:
             return _export(model, path, task, options)

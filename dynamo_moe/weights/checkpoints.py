@@ -123,7 +123,10 @@ def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedM
             dtype="auto" if dtype is None else dtype,
             output_loading_info=True,
         )
-    model.name_or_path = str(folder)  # As from_pretrained leaves it.
+    # As from_pretrained leaves them.
+    model.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if loaded[what]:
             first = min(map(str, loaded[what]))

@@ -21,7 +21,13 @@ from torch.nn import functional
 import dynamo_moe
 
 B, S, H, G, D = 2, 5, 4, 2, 8
-FUSED = {"RMSNormalization", "RotaryEmbedding", "Attention", "GroupQueryAttention"}
+FUSED = {
+    "RMSNormalization",
+    "LayerNormalization",
+    "RotaryEmbedding",
+    "Attention",
+    "GroupQueryAttention",
+}
 
 
 class Calls(nn.Module):
@@ -79,6 +85,13 @@ def divided_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True) + 1e-5) * weight
 
 
+def cohere_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    centred = wide - wide.mean(-1, keepdim=True)
+    variance = centred.pow(2).mean(-1, keepdim=True)
+    return (weight.to(torch.float32) * (centred * torch.rsqrt(variance + 1e-5))).to(x.dtype)
+
+
 def norm_over_tokens(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6) * weight
 
@@ -102,6 +115,11 @@ def test_norms(norm: Any, sizes: tuple[int, ...], tmp_path: Path) -> None:
     assert fused(norm, (torch.randn(sizes),), tmp_path, weights=(weight,)) == {
         "RMSNormalization": 1
     }
+
+
+def test_layer_norms(tmp_path: Path) -> None:
+    weight, x = torch.rand(16) + 0.5, torch.randn(B, S, 16)
+    assert fused(cohere_norm, (x,), tmp_path, weights=(weight,)) == {"LayerNormalization": 1}
 
 
 @pytest.mark.parametrize("norm", [llama_norm, gemma_norm])
@@ -173,6 +191,13 @@ def gpt_oss_rotary(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def deepseek_rotary(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    cos, sin = (table.unsqueeze(1) for table in tables(positions, frequencies, twice=False))
+    q = heads(x, H)
+    even, odd = q[..., ::2], q[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+
 def partial_rotary(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     cos, sin = tables(positions, frequencies[:2], twice=True)
     q = heads(x, H)
@@ -181,7 +206,9 @@ def partial_rotary(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat([rotated, passed], dim=-1)
 
 
-@pytest.mark.parametrize("rotary", [llama_rotary, scaled_rotary, gpt_oss_rotary, partial_rotary])
+@pytest.mark.parametrize(
+    "rotary", [llama_rotary, scaled_rotary, gpt_oss_rotary, deepseek_rotary, partial_rotary]
+)
 def test_rotary_embeddings(rotary: Any, tmp_path: Path) -> None:
     inputs = torch.randn(B, S, H * D), torch.arange(S).expand(B, S).contiguous()
     frequencies = 0.1 ** torch.arange(D // 2)

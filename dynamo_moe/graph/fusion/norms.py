@@ -1,4 +1,8 @@
-"""RMSNorm as one node: Root Mean Square Layer Normalization, Zhang and Sennrich, 2019."""
+"""Norms as one node.
+
+Root Mean Square Layer Normalization, Zhang and Sennrich, 2019.
+Layer Normalization, Ba et al., 2016.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ from dynamo_moe.graph.matching import (
 
 
 def fuse_norms(writer: Writer) -> None:
-    """Makes ``weight * x / sqrt(mean(x * x) + epsilon)`` one RMSNormalization each."""
+    """Makes ``weight * x / sqrt(mean(x * x) + epsilon)`` one RMSNormalization each.
+
+    Where x is less its mean, that is a LayerNormalization.
+    """
     for node in list(writer.graph):
         if node.domain or node.op_type != "Mul":
             continue
@@ -28,11 +35,30 @@ def fuse_norms(writer: Writer) -> None:
             x, epsilon = found
             if dimensions(weight) != dimensions(x)[-1:] or weight.dtype != normed.dtype:
                 continue
-            norm = writer.node(
-                node, "RMSNormalization", [x, weight], {"axis": -1, "epsilon": epsilon}
-            )
+            whole = _uncentred(x)
+            kind = "RMSNormalization" if whole is None else "LayerNormalization"
+            inputs = [x if whole is None else whole, weight]
+            norm = writer.node(node, kind, inputs, {"axis": -1, "epsilon": epsilon})
             writer.replace(node.outputs[0], norm.outputs[0])
             break
+
+
+def _uncentred(value: ir.Value) -> ir.Value | None:
+    """Returns x if a value is ``x - mean(x)`` over the last axis."""
+    difference = maker(value, "Sub")
+    mean = None if difference is None else maker(difference.inputs[1], "ReduceMean")
+    if difference is None or mean is None or mean.inputs[0] is not difference.inputs[0]:
+        return None
+    return operand(difference, 0) if _is_over_last_axis(mean, value) else None
+
+
+def _is_over_last_axis(reduce: ir.Node, x: ir.Value) -> bool:
+    kept = reduce.attributes.get_int("keepdims", 1) == 1
+    return (
+        kept
+        and len(reduce.inputs) > 1
+        and integers(reduce.inputs[1]) in ([-1], [len(dimensions(x)) - 1])
+    )
 
 
 def _normalized(value: ir.Value) -> tuple[ir.Value, float] | None:
@@ -61,14 +87,9 @@ def _epsilon_of_root(value: ir.Value, x: ir.Value) -> float | None:
     root = maker(value, "Sqrt")
     for mean, epsilon in both_orders(maker(root.inputs[0], "Add") if root is not None else None):
         reduce = maker(mean, "ReduceMean")
-        if reduce is None or scalar(epsilon) is None or len(reduce.inputs) < 2:
+        if reduce is None or scalar(epsilon) is None or not _is_over_last_axis(reduce, x):
             continue
-        last = integers(reduce.inputs[1]) in ([-1], [len(dimensions(x)) - 1])
-        if (
-            last
-            and reduce.attributes.get_int("keepdims", 1) == 1
-            and _is_square(reduce.inputs[0], x)
-        ):
+        if _is_square(reduce.inputs[0], x):
             return scalar(epsilon)
     return None
 

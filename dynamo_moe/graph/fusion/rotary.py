@@ -42,7 +42,7 @@ def fuse_rotary_embeddings(writer: Writer) -> None:
     """Makes each rotation by ``cos`` and ``sin`` of one width one RotaryEmbedding."""
     tables = _Tables(writer)
     for node in list(writer.graph):
-        rotation = _of_whole(node) or _of_halves(node)
+        rotation = _of_whole(node) or _of_halves(writer, node)
         if rotation is not None:
             _fuse(writer, node.outputs[0], rotation, tables)
 
@@ -75,8 +75,12 @@ def _turned(value: ir.Value) -> ir.Value | None:
     return _whole_of_halves(operand(join, 1), operand(negation, 0))
 
 
-def _of_halves(node: ir.Node) -> _Rotation | None:
-    """Matches ``concat(a * cos - b * sin, b * cos + a * sin)``."""
+def _of_halves(writer: Writer, node: ir.Node) -> _Rotation | None:
+    """Matches ``concat(a * cos - b * sin, b * cos + a * sin)``.
+
+    If a and b are not the halves of one value, such as its even and odd elements (DeepSeek), they
+    are put side by side.
+    """
     if node.domain or node.op_type != "Concat" or len(node.inputs) != 2:
         return None
     if not is_last_axis(node.attributes.get_int("axis", 0), node.outputs[0]):
@@ -88,9 +92,19 @@ def _of_halves(node: ir.Node) -> _Rotation | None:
         for b, sin in both_orders(only_use(difference.inputs[1], "Mul")):
             for first, second in both_orders(total):
                 if {b, cos} == _operands(first) and {a, sin} == _operands(second):
-                    x = _whole_of_halves(a, b)
+                    x = _whole_of_halves(a, b) or _side_by_side(writer, node, a, b)
                     return None if x is None else _Rotation(x, cos, sin)
     return None
+
+
+def _side_by_side(
+    writer: Writer, before: ir.Node, first: ir.Value, second: ir.Value
+) -> ir.Value | None:
+    sizes = dimensions(first)
+    if not sizes or sizes != dimensions(second) or not isinstance(sizes[-1], int):
+        return None
+    join = writer.node(before, "Concat", [first, second], {"axis": len(sizes) - 1})
+    return typed(join.outputs[0], first, (*sizes[:-1], 2 * sizes[-1]))
 
 
 def _operands(value: ir.Value) -> set[ir.Value | None]:
