@@ -376,7 +376,7 @@ def _graph_with(
     constants = without_constants(program)
     if not program.graph_signature.user_outputs:
         raise ExportError(f"the model returns no tensor, but {', '.join(map(repr, constants))}")
-    needed = dequantized_weights.opset_of(lazies) or 0
+    needed = dequantized_weights.opset_of(lazies)
     opset = form.opset or max(needed, form.target.opset)
     traced, fallback = translated(program, example, trials, opset, retraces=sharing is None)
     units = _units(traced, sharing, lazies) if sharing is not None else []

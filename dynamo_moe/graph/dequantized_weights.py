@@ -9,7 +9,7 @@ Legend: N rows (out), K columns (in) of a matrix, R and C the rows and columns o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -40,14 +40,11 @@ _LEAST_DEPTH = 8
 _PANEL_ROWS = 1024
 
 
-def opset_of(lazies: Lazies) -> int | None:
-    """Returns the opset that a model's packed matrices need; None if any will do."""
-    for lazy in lazies.values():
-        if lazy.ndim == 2 and is_decoding(lazy):
-            found = packed_matrix(lazy)
-            if found is not None and _opset_of(*found) == OPSET:
-                return OPSET
-    return None
+def opset_of(lazies: Lazies) -> int:
+    """Returns the opset that a model's packed matrices need; 0 if it has none."""
+    matrices = (lazy for lazy in lazies.values() if lazy.ndim == 2 and is_decoding(lazy))
+    found = filter(None, map(packed_matrix, matrices))
+    return max((_opset_of(*matrix) for matrix in found if matrix[0] in _TYPES), default=0)
 
 
 def dequantize_weights(model: ir.Model) -> set[str]:
@@ -81,34 +78,39 @@ def dequantize_weights(model: ir.Model) -> set[str]:
 
 def notes(model: ir.Model) -> list[str]:
     """Returns what a user should know of the packed matrices of a finished graph."""
-    messages = []
-    initializers = model.graph.initializers
+    return [*_kept(model.graph.initializers), *_left(model)]
+
+
+def _kept(initializers: Mapping[str, ir.Value]) -> Iterator[str]:
+    """Says how many matrices stay packed, and what runtimes do with them."""
     for encoding, (dtype, _) in _TYPES.items():
         packed = [
             name
             for name, value in initializers.items()
             if value.dtype == dtype and f"{name}{SCALES}" in initializers
         ]
-        if packed:
-            messages.append(f"{len(packed)} weights of products stay packed ({encoding})")
-            if encoding != "fp8":
-                messages[-1] += (
-                    ": ONNX Runtime on a CPU rounds their tokens to 8 bits, unless the session's "
-                    "entry session.qdq_matmulnbits_accuracy_level is 1"
-                )
-            if any(f"{name}{ZERO_POINTS}" in initializers for name in packed):
-                messages.append(
-                    "packed weights have zero points, which TensorRT refuses: opset=20 decodes them"
-                )
-    left: dict[str, str] = {}
-    for weight in initializers.values():
+        if not packed:
+            continue
+        rounding = (
+            ": ONNX Runtime on a CPU rounds their tokens to 8 bits, unless the session's entry "
+            "session.qdq_matmulnbits_accuracy_level is 1"
+        )
+        is_fused = dtype != ir.DataType.FLOAT8E4M3FN
+        yield f"{len(packed)} weights of products stay packed ({encoding}){rounding * is_fused}"
+        if any(f"{name}{ZERO_POINTS}" in initializers for name in packed):
+            yield "packed weights have zero points, which TensorRT refuses: opset=20 decodes them"
+
+
+def _left(model: ir.Model) -> list[str]:
+    """Says which packed matrices are decoded, one for each reason."""
+    found: dict[str, str] = {}
+    for weight in model.graph.initializers.values():
         if weight.uses() and _is_decoded(weight):
             try:
                 _matrix_of(weight, model.opset_imports[""])
             except _LeftError as error:
-                left.setdefault(str(error), str(weight.name))
-    messages += [f"packed weights such as {name} are decoded: {why}" for why, name in left.items()]
-    return messages
+                found.setdefault(str(error), str(weight.name))
+    return [f"packed weights such as {name} are decoded: {why}" for why, name in found.items()]
 
 
 class _LeftError(Exception):
@@ -176,7 +178,7 @@ def _matrix_of(weight: ir.Value, opset: int) -> _Matrix:
         raise _LeftError("they are not in blocks, or were changed")
     encoding, packed = found
     if encoding not in _TYPES:
-        raise _LeftError(f"no runtime's DequantizeLinear reads {encoding}")
+        raise _LeftError(f"ONNX Runtime's DequantizeLinear does not read {encoding}")
     if _opset_of(encoding, packed) > opset:
         raise _LeftError(f"opset {opset} has no DequantizeLinear of {encoding}, but {OPSET} has")
     matrix = _Matrix(encoding, packed, raw.dtype)
@@ -189,9 +191,7 @@ def _matrix_of(weight: ir.Value, opset: int) -> _Matrix:
 
 def _opset_of(encoding: str, packed: PackedWeight) -> int:
     """Returns the first opset whose DequantizeLinear reads a matrix."""
-    if encoding in _TYPES and packed.scales.shape[1] == 1:
-        return _TYPES[encoding][1]
-    return OPSET
+    return _TYPES[encoding][1] if packed.scales.shape[1] == 1 else OPSET
 
 
 def _lies_by_rows(node: ir.Node) -> bool | None:

@@ -47,8 +47,9 @@ def open_checkpoint(
     needs them, lazily (:class:`dynamo_moe.weights.lazy_tensors.LazyTensor`). The model can be
     converted and exported, which streams the weights from file to file; it cannot be run.
 
-    Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are; other weights
-    are decoded as they are written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
+    Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are, and
+    :func:`export` those of other matrices, where opset 21 or the format permits; what is left is
+    decoded as it is written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
     with FP4 experts (DeepSeek-V4), of compressed-tensors (``pack-quantized``, ``float-quantized``,
     ``int-quantized``, ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``), ModelOpt (NVFP4, FP8),
     GPTQ or AWQ.
