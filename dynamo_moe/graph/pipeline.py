@@ -451,14 +451,22 @@ def _need_simplified(model: ir.Model) -> None:
 
 
 def _check_weights(model: ir.Model) -> None:
-    """Checks that initializers have the dtype and the shape of their values."""
+    """Checks that initializers have the dtype and the sizes, where known, of their values."""
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is not None and (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
+        if tensor is not None and not _fits(value, tensor):
             raise PostconditionError(
                 f"weight {value.name!r} is declared {value.dtype} {value.shape}, but is "
                 f"{tensor.dtype} {tensor.shape}"
             )
+
+
+def _fits(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    sizes = tensor.shape.numpy()
+    if value.shape is None or (value.dtype, value.shape.rank()) != (tensor.dtype, len(sizes)):
+        return False
+    declared = zip(value.shape, sizes, strict=True)
+    return all(size == actual for size, actual in declared if isinstance(size, int))
 
 
 def _value_names(model: ir.Model) -> Iterable[str | None]:

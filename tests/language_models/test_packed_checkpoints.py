@@ -117,7 +117,7 @@ def test_the_checkpoint_s_own_dtype(tmp_path: Path) -> None:
     report = dynamo_moe.export(
         opened(folder, None), (token_ids(2, 7),), tmp_path / "x.onnx", dynamic_shapes=SHAPES
     )
-    assert report.operators == {"DroplessMoEExpertsPacked": 2}
+    assert report.operators == {"DroplessMoEPacked": 2}
 
 
 def test_nothing_is_decoded_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
