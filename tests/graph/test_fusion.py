@@ -217,7 +217,7 @@ def test_rotary_embeddings(rotary: Any, tmp_path: Path) -> None:
 
 def test_one_table_for_all_of_the_batch(tmp_path: Path) -> None:
     inputs = torch.randn(B, S, H * D), torch.arange(S)[None]
-    shapes = {"args": ({0: "batch"}, {})}
+    shapes: Any = {"args": ({0: "batch"}, {})}
     found = fused(
         llama_rotary,
         inputs,

@@ -269,7 +269,7 @@ def test_bad_folders(tmp_path: Path) -> None:
         dynamo_moe.export_language_model(model, tmp_path / "x", folder="gguf")  # type: ignore[arg-type]
     with pytest.raises(NotADirectoryError, match="is a file; name a folder"):
         dynamo_moe.export_language_model(model, tmp_path / "file", folder="transformers")
-    with pytest.raises(FileNotFoundError, match="no folder .*absent to make x in"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*absent to make x in"):
         dynamo_moe.export_language_model(model, tmp_path / "absent/x", folder="genai")
 
 
