@@ -16,6 +16,7 @@ import trt_plugin
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
 from engine_checks import programs_of
+from small_models import OpLayer
 from tensorrt_builds import Build, build
 from trt_plugin.bundle import Bundle
 
@@ -109,6 +110,27 @@ def test_offloaded_and_other_layers(builder):
     assert len(said.plugins) == LAYERS
     # As often as a layer's programs.
     assert data.count(b"w1_source") == data.count(b"expert_cache") == 2
+
+
+def test_routers_that_round(builder):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        OpLayer(logits_dtype="tokens", routing_weights_dtype="tokens"),
+        OpLayer(logits_dtype="tokens"),
+    ).half()
+    path, copy = (builder.onnx.with_name(name) for name in ("rounds.onnx", "offloaded.onnx"))
+    dynamo_moe.export(model.eval(), (torch.randn(4, 16).half(),), path)
+    dynamo_moe.offload_file(path, copy, resident_experts={"1": 2})
+    bundle = path.with_suffix(".moek")
+    layers = dict.fromkeys((*kernel_layers(path), *kernel_layers(copy)))
+    Bundle(tuple(program for layer in layers for program in programs_of(layer))).save(bundle)
+    for each in (path, copy):
+        said, data = builder.build(each, bundle=bundle)
+        assert not said.errors
+        assert not said.warnings
+        assert [plugin[1] for plugin in said.plugins] == 2 * ["DroplessMoE"]
+        of_file = (program for layer in kernel_layers(each) for program in programs_of(layer))
+        assert all(program.data in data for program in of_file)
 
 
 def test_the_engine_holds_the_programs_of_all_architectures(builder):
