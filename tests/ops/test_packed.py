@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from custom_ops import reference
 from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding
 from custom_ops.weight_formats import packed_format
 from dynamo_moe.tolerances import tolerance_for
-from moe_cases import EXPERT_FORMS, OPS
+from moe_cases import EXPERT_FORMS, OPS, ROUNDING_FORMS
 from packed_cases import PackedCase, packed_case
 
 both_ops = pytest.mark.parametrize("op", OPS)
@@ -198,6 +199,15 @@ def test_the_same_bits_as_decoded(
         op, group=group, scales_dtype=scales_dtype, dtype=dtype, hidden=32, shape=(2, 3), **options
     )
     assert torch.equal(case(), case.decoded()())
+
+
+@pytest.mark.parametrize("form", ROUNDING_FORMS)
+def test_routers_that_round(form: dict[str, Any]) -> None:
+    case = packed_case("dropless", dtype=torch.bfloat16, **form)
+    plain = {name: option for name, option in case.decoded().options.items() if name not in form}
+    result = case()
+    assert torch.equal(result, case.decoded()())
+    assert not torch.equal(result, replace(case.decoded(), options=plain)())
 
 
 @both_ops

@@ -660,8 +660,9 @@ def test_models_that_compute_scores_in_half_precision(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("target", ["dense", "onnxruntime"])
-def test_other_targets(target: Any, tmp_path: Path) -> None:
-    model = ARCHITECTURES["gpt_oss"].build()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_targets(target: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = ARCHITECTURES["gpt_oss"].build().to(dtype)
     dynamo_moe.convert(model)
     path = tmp_path / "m.onnx"
     options = {"task": "text-generation", "target": target}
