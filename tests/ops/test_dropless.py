@@ -93,6 +93,15 @@ def test_every_router_that_rounds_is_the_oracle_s(
         "dropless", (33,), x_dtype=dtype, selection_bias=selection_bias, scoring=scoring, **form
     )
     case = case.changed(**in_steps(case.arguments))
+    a, options = case.arguments, RouterOptions(2, scoring, **form)
+    routed, expected = (
+        choose(a["x"], a["router_weight"], a["router_bias"], options, a["selection_bias"])
+        for choose in (route, reference.router)
+    )
+    assert torch.equal(routed[0], expected[0])
+    rounds_weights = "routing_weights_dtype" in form
+    assert torch.equal(routed[1], routed[1].to(dtype).float()) == rounds_weights
+    assert_matches(routed[1], expected[1], {dtype if rounds_weights else torch.float32}, "weights")
     assert_matches(case(), case.oracle(), case.dtypes)
     _assert_gradients_match(case)
 
