@@ -112,9 +112,14 @@ class ModelCache:
 
         Raises:
             ExportError: If the model does not run.
-            ValueError: If it keeps something that a file cannot: tensors whose length is no number
-                of tokens, or that do not begin with zeros.
+            ValueError: If it has an encoder, or keeps something that a file cannot: tensors whose
+                length is no number of tokens, or that may begin with other numbers than zeros.
         """
+        if model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(model).__name__} has an encoder, whose keys and values a file cannot keep: "
+                "use export, with decoder_input_ids"
+            )
         change = _windowed if bounded_windows else _unbounded
         first, second = (_after_a_run(model, *sizes, change) for sizes in _RUNS)
         self._template = first

@@ -7,6 +7,7 @@ values, C width of such a head.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -30,7 +31,10 @@ from dynamo_moe.language_models.folders import (
     check_folder,
     check_genai,
 )
+from dynamo_moe.restoring import state_kept
+from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.exportable_models import exportable_models
+from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,14 +100,16 @@ def export_language_model(
 
     Raises:
         ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
-            cache holds what a file cannot keep, such as blocks of tokens; if ``folder`` is unknown,
-            or its runtime cannot run the file.
+            cache holds what a file cannot keep, such as blocks of tokens, or states that do not
+            begin with zeros, which only weights with values show; if ``folder`` is unknown, or its
+            runtime cannot run the file.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
     check_folder(path, folder)
     with performing(model, task, bounded_windows=bounded_windows):
+        _check_beginning(model)
         if folder is None:
             return _export(model, path, task, options)
         cache = _cache_of(model)
@@ -228,6 +234,7 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
         model: The model.
         one_goes_on: Whether a file takes several tokens after others of one sequence alone.
     """
+    _check_beginning(model)
     alone = [one_goes_on and new > 1 and past > 0 for _, new, past in _VERIFIED]
     cases = [
         example_case(model, 1 if only else sizes[0], *sizes[1:])
@@ -299,27 +306,58 @@ def _example_length(model: PreTrainedModel) -> int:
     return 3 + max((size for size in sizes if isinstance(size, int)), default=0)
 
 
+def _check_beginning(model: PreTrainedModel) -> None:
+    """Checks that states of zeros stand for no tokens, if the weights have values.
+
+    Raises:
+        ValueError: If the model computes something else without a cache.
+    """
+    cache = _cache_of(model)
+    parameters = [*model.parameters()]
+    if cache is None or all(kept.grows for kept in cache.tensors):
+        return
+    if any(isinstance(x, LazyTensor) or x.device.type != "cpu" for x in parameters):
+        return
+    case = example_case(model, 1, 5, 0)
+    forward: Any = model.forward
+    with state_kept(model), evaluating(model), torch.no_grad():
+        begun = forward(**case | {"past_key_values": cache.empty(1)})[0].float()
+        alone = forward.alone(case["input_ids"], case["attention_mask"]).float()
+    error = (begun - alone).square().mean().sqrt() / alone.square().mean().sqrt()
+    if error > tolerance_for({x.dtype for x in parameters}).rms:
+        raise ValueError(
+            f"{type(model).__name__} begins with states that are not zeros (with zeros, its logits "
+            f"differ by {error:.1e}): use task text-generation"
+        )
+
+
 def _with_past(model: PreTrainedModel, *, bounded_windows: bool) -> Callable[..., Any]:
     cache = ModelCache(model, bounded_windows=bounded_windows)
     original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
+
+    def computed(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
+        if takes_positions:
+            # As generate() does: padding on the left does not count.
+            positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+            options["position_ids"] = positions[:, -input_ids.shape[1] :]
+        logits: Tensor = original(
+            input_ids=input_ids, attention_mask=attention_mask, **options
+        ).logits
+        return logits
 
     def forward(
         input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         length = attention_mask.shape[1] - input_ids.shape[1]
         filled = cache.filled(past_key_values, length)
-        options: dict[str, Any] = {"past_key_values": filled, "use_cache": True}
-        if takes_positions:
-            # As generate() does: padding on the left does not count.
-            positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
-            options["position_ids"] = positions[:, -input_ids.shape[1] :]
         with exportable_models():  # Some recurrences of transformers cannot go on from a state.
-            result = original(input_ids=input_ids, attention_mask=attention_mask, **options)
-        return result.logits, cache.held(filled)
+            logits = computed(input_ids, attention_mask, past_key_values=filled, use_cache=True)
+        return logits, cache.held(filled)
 
     performed: Any = forward
     performed.cache = cache
+    performed.alone = functools.partial(computed, use_cache=False)
     return forward
 
 

@@ -276,6 +276,20 @@ def test_blocks_of_tokens_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_states_that_do_not_begin_with_zeros_are_refused(tmp_path: Path) -> None:
+    """ZAYA's delayed values are a bias before the first token, if it has one."""
+    model = ARCHITECTURES["zaya"].build(attention_bias=True)
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match=r"begins with states that are not zeros .*: use task"):
+        dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    model = ARCHITECTURES["switch_transformers"].build()
+    with pytest.raises(ValueError, match=r"has an encoder, .*: use export, with decoder_input_ids"):
+        dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+
+
 def test_tensors_of_another_number_or_length_are_refused(exported: tuple[Any, Path]) -> None:
     model, _ = exported
     with performing(model, WITH_PAST):
