@@ -66,6 +66,29 @@ inline DeviceMemory allocate(std::size_t bytes) {
   return DeviceMemory(memory);
 }
 
+// Device memory that can grow; what it held is lost then.
+class Buffer {
+ public:
+  void* reserve(std::size_t bytes) {
+    if (memory_.get() == nullptr || bytes > size_) {
+      memory_ = DeviceMemory();
+      memory_ = allocate(bytes);
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+  void fill_with_zeros(cudaStream_t stream) {
+    check(cudaMemsetAsync(memory_.get(), 0, size_, stream), "cudaMemsetAsync");
+  }
+
+  [[nodiscard]] void* get() const { return memory_.get(); }
+
+ private:
+  DeviceMemory memory_;
+  std::size_t size_ = 0;
+};
+
 // Copies and waits. On the engine's stream, because others do not wait for one another.
 inline void copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                  cudaStream_t stream) {

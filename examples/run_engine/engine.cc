@@ -33,11 +33,9 @@ Format format_of(const std::string& name, nvinfer1::DataType type) {
   }
 }
 
-std::vector<std::int64_t> to_vector(const nvinfer1::Dims& dims) {
-  return {dims.d, dims.d + std::max(dims.nbDims, 0)};
-}
+Shape to_vector(const nvinfer1::Dims& dims) { return {dims.d, dims.d + std::max(dims.nbDims, 0)}; }
 
-nvinfer1::Dims to_dims(const std::string& name, const std::vector<std::int64_t>& shape) {
+nvinfer1::Dims to_dims(const std::string& name, const Shape& shape) {
   if (shape.size() > nvinfer1::Dims::MAX_DIMS) {
     throw UsageError("input " + name + " has too many dimensions: " + std::to_string(shape.size()));
   }
@@ -84,6 +82,14 @@ std::string Logger::take_errors() {
   return errors.empty() ? "TensorRT's log says no more" : errors;
 }
 
+std::string to_text(const Shape& shape) {
+  std::string text = "[";
+  for (const std::int64_t size : shape) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  }
+  return text + ']';
+}
+
 std::size_t Tensor::elements() const {
   std::size_t count = 1;
   for (const std::int64_t size : shape) {
@@ -92,8 +98,7 @@ std::size_t Tensor::elements() const {
   return count;
 }
 
-Engine::Engine(const Options& options, cudaStream_t stream)
-    : runtime_(nvinfer1::createInferRuntime(logger_)) {
+Engine::Engine(const Options& options) : runtime_(nvinfer1::createInferRuntime(logger_)) {
   if (!runtime_) {
     fail("TensorRT has no runtime here");
   }
@@ -108,49 +113,47 @@ Engine::Engine(const Options& options, cudaStream_t stream)
     fail("TensorRT does not load " + options.engine +
          (options.plugin.empty() ? " (MoE layers need --plugin libdynamo_moe.so)" : ""));
   }
-  if (options.profile >= engine_->getNbOptimizationProfiles()) {
-    throw UsageError("the engine has " + std::to_string(engine_->getNbOptimizationProfiles()) +
-                     " profiles, got --profile " + std::to_string(options.profile));
-  }
   context_.reset(engine_->createExecutionContext());
-  if (!context_ || !context_->setOptimizationProfileAsync(options.profile, stream)) {
+  if (!context_) {
     fail("TensorRT makes no execution context");
   }
-  std::vector<std::string> inputs;
-  std::vector<std::string> outputs;
   for (std::int32_t at = 0; at < engine_->getNbIOTensors(); ++at) {
     const char* name = engine_->getIOTensorName(at);
-    const bool is_input = engine_->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
-    (is_input ? inputs : outputs).emplace_back(name);
-    if (is_input && !context_->setInputShape(name, to_dims(name, input_shape(options, name)))) {
-      fail(std::string("the engine does not take this shape of input ") + name);
-    }
+    tensors_.push_back({name, engine_->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT,
+                        format_of(name, engine_->getTensorDataType(name)),
+                        to_vector(engine_->getTensorShape(name))});
   }
-  const auto check_names = [](const auto& given, const std::vector<std::string>& known,
-                              const char* kind) {
-    for (const auto& [name, value] : given) {
-      if (std::find(known.begin(), known.end(), name) == known.end()) {
-        throw UsageError("the engine has no " + std::string(kind) + ' ' + name);
-      }
-    }
-  };
-  check_names(options.shapes, inputs, "input");
-  check_names(options.input_files, inputs, "input");
-  check_names(options.output_files, outputs, "output");
-  for (std::int32_t at = 0; at < engine_->getNbIOTensors(); ++at) {
-    const char* name = engine_->getIOTensorName(at);
-    Tensor tensor{name, engine_->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT,
-                  format_of(name, engine_->getTensorDataType(name)),
-                  to_vector(context_->getTensorShape(name)), DeviceMemory()};
-    if (std::any_of(tensor.shape.begin(), tensor.shape.end(), [](auto size) { return size < 0; })) {
-      throw std::runtime_error("the shape of output " + tensor.name +
-                               " depends on values, which is not handled here");
-    }
-    tensor.memory = allocate(tensor.bytes());
-    if (!context_->setTensorAddress(name, tensor.memory.get())) {
-      fail("TensorRT does not take the address of " + tensor.name);
-    }
-    tensors_.push_back(std::move(tensor));
+}
+
+Shape Engine::profile_shape(const std::string& input, std::int32_t profile,
+                            nvinfer1::OptProfileSelector which) const {
+  return to_vector(engine_->getProfileShape(input.c_str(), profile, which));
+}
+
+void Engine::select_profile(std::int32_t profile, cudaStream_t stream) {
+  if (!context_->setOptimizationProfileAsync(profile, stream)) {
+    fail("TensorRT does not take profile " + std::to_string(profile));
+  }
+}
+
+void Engine::set_shape(const std::string& input, const Shape& shape) {
+  if (!context_->setInputShape(input.c_str(), to_dims(input, shape))) {
+    fail("the engine does not take the shape " + to_text(shape) + " of input " + input);
+  }
+}
+
+Shape Engine::shape(const std::string& tensor) const {
+  Shape shape = to_vector(context_->getTensorShape(tensor.c_str()));
+  if (std::any_of(shape.begin(), shape.end(), [](auto size) { return size < 0; })) {
+    throw std::runtime_error("the shape of output " + tensor +
+                             " depends on values, which is not handled here");
+  }
+  return shape;
+}
+
+void Engine::set_address(const std::string& tensor, void* address) {
+  if (!context_->setTensorAddress(tensor.c_str(), address)) {
+    fail("TensorRT does not take the address of " + tensor);
   }
 }
 
@@ -158,19 +161,6 @@ void Engine::enqueue(cudaStream_t stream) {
   if (!context_->enqueueV3(stream)) {
     fail("TensorRT does not run the engine");
   }
-}
-
-std::vector<std::int64_t> Engine::input_shape(const Options& options, const char* name) const {
-  const auto given = options.shapes.find(name);
-  if (given != options.shapes.end()) {
-    return given->second;
-  }
-  std::vector<std::int64_t> shape = to_vector(
-      engine_->getProfileShape(name, options.profile, nvinfer1::OptProfileSelector::kOPT));
-  if (options.batch && !shape.empty() && engine_->getTensorShape(name).d[0] < 0) {
-    shape[0] = *options.batch;
-  }
-  return shape;
 }
 
 void Engine::fail(const std::string& what) {

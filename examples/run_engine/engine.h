@@ -1,7 +1,8 @@
-// An engine with one execution context, and its tensors in device memory.
+// An engine with one execution context.
 #pragma once
 
 #include <NvInferRuntime.h>
+#include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda.h"
 #include "options.h"
 #include "results.h"
 
@@ -30,12 +30,17 @@ class Logger : public nvinfer1::ILogger {
   std::string errors_;
 };
 
+using Shape = std::vector<std::int64_t>;
+
+// Such as "[2, 16]".
+std::string to_text(const Shape& shape);
+
+// An input or output. Sizes that are not fixed are -1, until a call gives them.
 struct Tensor {
   std::string name;
   bool is_input;
   Format format;
-  std::vector<std::int64_t> shape;
-  DeviceMemory memory;
+  Shape shape;
 
   [[nodiscard]] std::size_t elements() const;
   [[nodiscard]] std::size_t bytes() const { return elements() * bytes_of(format); }
@@ -43,16 +48,23 @@ struct Tensor {
 
 class Engine {
  public:
-  // Loads the plugin's library and the engine, sets shapes and allocates tensors.
-  Engine(const Options& options, cudaStream_t stream);
+  // Loads the plugin's library, if there is one, and the engine.
+  explicit Engine(const Options& options);
 
-  std::vector<Tensor>& tensors() { return tensors_; }
+  [[nodiscard]] const std::vector<Tensor>& tensors() const { return tensors_; }
+  [[nodiscard]] std::int32_t profiles() const { return engine_->getNbOptimizationProfiles(); }
+  [[nodiscard]] Shape profile_shape(const std::string& input, std::int32_t profile,
+                                    nvinfer1::OptProfileSelector which) const;
 
+  // All shapes are set anew after that.
+  void select_profile(std::int32_t profile, cudaStream_t stream);
+  void set_shape(const std::string& input, const Shape& shape);
+  // Of any tensor, once all inputs have theirs.
+  [[nodiscard]] Shape shape(const std::string& tensor) const;
+  void set_address(const std::string& tensor, void* address);
   void enqueue(cudaStream_t stream);
 
  private:
-  [[nodiscard]] std::vector<std::int64_t> input_shape(const Options& options,
-                                                      const char* name) const;
   [[noreturn]] void fail(const std::string& what);
 
   Logger logger_;

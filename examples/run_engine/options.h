@@ -31,6 +31,11 @@ struct Options {
   bool cuda_graph = false;
   // How many of an output's largest values to print, for each row; 0: none.
   int top_k = 0;
+  // Token ids of prompts, which a language model goes on with; empty: the engine is measured.
+  std::vector<std::vector<std::int64_t>> prompts;
+  // How many tokens are written at most, and those that end a row.
+  int steps = 32;
+  std::vector<std::int64_t> ends;
   bool help = false;
 };
 

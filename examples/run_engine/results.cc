@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string>
 
 namespace run_engine {
 namespace {
@@ -43,6 +44,16 @@ double from_bfloat16(std::uint16_t bits) {
   float value = 0;
   std::memcpy(&value, &wide, sizeof value);
   return value;
+}
+
+template <typename Stored>
+std::vector<std::byte> encode_as(const std::vector<std::int64_t>& values) {
+  std::vector<std::byte> data(values.size() * sizeof(Stored));
+  for (std::size_t at = 0; at < values.size(); ++at) {
+    const auto stored = static_cast<Stored>(values[at]);
+    std::memcpy(data.data() + at * sizeof(Stored), &stored, sizeof(Stored));
+  }
+  return data;
 }
 
 // Floats whose exponent says 0.5 to 1, with a random sign and fraction.
@@ -119,6 +130,18 @@ std::vector<double> decode(Format format, const std::vector<std::byte>& data) {
       return decode_as<std::uint8_t>(data, as_it_is);
   }
   throw std::invalid_argument("unknown format");
+}
+
+std::vector<std::byte> encode(Format format, const std::vector<std::int64_t>& values) {
+  switch (format) {
+    case Format::kInt64:
+      return encode_as<std::int64_t>(values);
+    case Format::kInt32:
+      return encode_as<std::int32_t>(values);
+    default:
+      throw std::invalid_argument(std::string("ids and masks are int64 or int32, got ") +
+                                  name_of(format));
+  }
 }
 
 std::vector<std::byte> example_values(Format format, std::size_t count) {

@@ -16,6 +16,9 @@ const char* name_of(Format format);
 // The values of `data`, whose size is a multiple of the format's.
 std::vector<double> decode(Format format, const std::vector<std::byte>& data);
 
+// The content of an int64 or int32 tensor with these values.
+std::vector<std::byte> encode(Format format, const std::vector<std::int64_t>& values);
+
 // Values for an input that no file gives: of magnitude 0.5 to 1 and random sign for floats, zeros
 // otherwise, which are valid as ids and as masks. The same in every run.
 std::vector<std::byte> example_values(Format format, std::size_t count);

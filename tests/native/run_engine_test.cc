@@ -10,6 +10,7 @@
 
 #include "options.h"
 #include "results.h"
+#include "text.h"
 
 namespace {
 
@@ -47,6 +48,14 @@ int main(int count, char** values) {
       std::printf("\"engine\": \"%s\", \"plugin\": \"%s\", \"batch\": %ld,\n",
                   options.engine.c_str(), options.plugin.c_str(),
                   static_cast<long>(options.batch.value_or(-1)));
+      for (std::size_t at = 0; at < options.prompts.size(); ++at) {
+        print(("prompt " + std::to_string(at)).c_str(),
+              {options.prompts[at].begin(), options.prompts[at].end()});
+      }
+      if (!options.prompts.empty()) {
+        print("ends", {options.ends.begin(), options.ends.end()});
+        print("steps", {double(options.steps)});
+      }
       std::printf("\"runs\": [%d, %d, %d, %d, %d]}\n", options.profile, options.warmup,
                   options.iterations, options.cuda_graph ? 1 : 0, options.top_k);
     } catch (const run_engine::UsageError& error) {
@@ -62,6 +71,27 @@ int main(int count, char** values) {
   print("float16",
         decode(Format::kFloat16, bytes<std::uint16_t>({0x3C00, 0xC000, 0x7BFF, 0x0400, 0x0001})));
   print("bfloat16", decode(Format::kBfloat16, bytes<std::uint16_t>({0x3F80, 0xC000, 0x4049})));
+  print("encoded int64",
+        decode(Format::kInt64, run_engine::encode(Format::kInt64, {7, 1LL << 40})));
+  print("encoded int32", decode(Format::kInt32, run_engine::encode(Format::kInt32, {7, 0})));
+  // Two rows, of which the second ends with the first token that follows.
+  const auto print_ids = [](const char* name, const run_engine::Text::Ids& ids) {
+    print(name, {ids.begin(), ids.end()});
+  };
+  run_engine::Text text({{5, 9, 17}, {40}}, {2, 3});
+  print_ids("text", text.ids(0));
+  print_ids("mask", text.mask());
+  print_ids("positions", text.positions(0));
+  text.append({8, 3});
+  text.append({9, 9});
+  print_ids("new", text.ids(4));
+  print_ids("new positions", text.positions(4));
+  print_ids("longer mask", text.mask());
+  print_ids("written 0", text.written(0));
+  print_ids("written 1", text.written(1));
+  print("ended", {double(text.has_ended())});
+  text.append({2, 9});
+  print("all ended", {double(text.has_ended())});
   print("int64", decode(Format::kInt64, bytes<std::int64_t>({-3, 1LL << 40})));
   print("int8", decode(Format::kInt8, bytes<std::int8_t>({-3, 127})));
   print("bool", decode(Format::kBool, bytes<std::uint8_t>({0, 1})));

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from standin import ROOT
-
-EXAMPLE = ROOT / "examples" / "run_engine"
-COMPILER = ("g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}")
+from example_program import COMPILER, EXAMPLE, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +20,7 @@ def program(tmp_path_factory) -> Path:
     return path
 
 
-HOST_SOURCES = ("options.cc", "results.cc")
+HOST_SOURCES = ("options.cc", "results.cc", "text.cc")
 
 
 def said(program: Path, *arguments: str) -> dict:
@@ -54,6 +51,19 @@ def test_options(program):
     }
 
 
+def test_prompts(program, tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text("1 17, 42\n5\n")
+    given = ("--prompt", "7,8", "--prompt-file", str(file), "--end", "2", "--end", "0")
+    options = said(program, "m.engine", *given, "--steps", "9")
+    assert [options[f"prompt {row}"] for row in range(3)] == [[7, 8], [1, 17, 42], [5]]
+    assert (options["ends"], options["steps"]) == ([2, 0], [9])
+    assert said(program, "m.engine", "--prompt", "7")["steps"] == [32]
+    file.write_text("1 2\n\n3\n")
+    options = said(program, "m.engine", *given)
+    assert options["error"] == "--prompt-file needs at least one token id"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -66,6 +76,12 @@ def test_options(program):
         ("a --shape x", "--shape needs NAME=VALUE, got 'x'"),
         ("a --shape x=4x", "--shape needs a number of at least 0, got ''"),
         ("a --shape x=4x-1", "--shape needs a number of at least 0, got '-1'"),
+        ("a --prompt 1,-2", "--prompt needs a number of at least 0, got '-2'"),
+        ("a --prompt ,", "--prompt needs at least one token id"),
+        ("a --prompt 1 --steps 0", "--steps needs a number of at least 1, got '0'"),
+        ("a --prompt-file nowhere", "no prompt can be read from nowhere"),
+        ("a --prompt 1 --cuda-graph", "--cuda-graph does not go with --prompt"),
+        ("a --end 2", "--end needs --prompt"),
         ("a --top-k 99999999999", "--top-k needs a number of at least 1, got '99999999999'"),
     ],
 )
@@ -77,6 +93,8 @@ def test_values_and_summaries(program):
     computed = said(program)
     assert computed["float16"] == [1.0, -2.0, 65504.0, 2.0**-14, 2.0**-24]
     assert computed["bfloat16"] == [1.0, -2.0, 3.140625]
+    assert computed["encoded int64"] == [7, 2**40]
+    assert computed["encoded int32"] == [7, 0]
     assert computed["int64"] == [-3, 2**40]
     assert computed["int8"] == [-3, 127]
     assert computed["bool"] == [0, 1]
@@ -94,10 +112,25 @@ def test_values_and_summaries(program):
     assert computed["single"] == [3, 3, 3]
 
 
+def test_texts(program):
+    computed = said(program)
+    assert computed["text"] == [5, 9, 17, 0, 0, 40]
+    assert computed["mask"] == [1, 1, 1, 0, 0, 1]
+    assert computed["positions"] == [0, 1, 2, 0, 0, 0]
+    # A row that has ended goes on with the first of the tokens that end one.
+    assert computed["new"] == [9, 2]
+    assert computed["new positions"] == [4, 2]
+    assert computed["longer mask"] == [1, 1, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert computed["written 0"] == [8, 9]
+    assert computed["written 1"] == [3]
+    assert computed["ended"] == [0]
+    assert computed["all ended"] == [1]
+
+
 def test_it_compiles_against_the_sdk(tmp_path):
     tensorrt, cuda = (os.environ.get(f"{name}_INCLUDE_DIR") for name in ("TENSORRT", "CUDA"))
     if not (tensorrt and cuda):
         pytest.skip("TENSORRT_INCLUDE_DIR and CUDA_INCLUDE_DIR name no folders with headers")
-    for source in ("engine.cc", "main.cc"):
+    for source in EXAMPLE.glob("*.cc"):
         flags = ("-isystem", tensorrt, "-isystem", cuda, "-c", "-o", str(tmp_path / "object"))
-        subprocess.run([*COMPILER, *flags, str(EXAMPLE / source)], check=True)
+        subprocess.run([*COMPILER, *flags, str(source)], check=True)
