@@ -25,8 +25,8 @@ EXAMPLE = ROOT / "examples" / "run_engine"
 STANDIN = ROOT / "tests" / "native" / "tensorrt"
 COMPILER = ("g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}")
 
-#: A symbolic size's smallest, usual and largest value.
-Profile = Mapping[str, tuple[int, int, int]]
+#: Of each input, the smallest, usual and largest shape.
+Profile = Mapping[str, Sequence[Sequence[int]]]
 
 # ONNX Runtime's name, TensorRT's number and NumPy's dtype.
 _TYPES: dict[str, tuple[int, Any]] = {
@@ -62,22 +62,19 @@ def compile_program(library: Path) -> None:
     subprocess.run([*COMPILER, *map(str, sources), *flags], check=True)
 
 
-def write_engine(model: Path, engine: Path, *profiles: Profile) -> None:
+def write_engine(model: Path, engine: Path, profiles: Sequence[Profile]) -> None:
     """Writes the engine that stands for an ONNX file, as the stand-in reads it."""
     session = onnxruntime.InferenceSession(model)
     lines = [str(len(profiles))]
     for is_input, values in ((1, session.get_inputs()), (0, session.get_outputs())):
         for value in values:
-            shapes = [[-1 if isinstance(size, str) else size for size in value.shape]]
-            for profile in profiles if is_input else ():
-                shapes += [[_size(size, profile, at) for size in value.shape] for at in range(3)]
+            shapes: list[Sequence[int]] = [
+                [-1 if isinstance(size, str) else size for size in value.shape]
+            ]
+            shapes += [shape for each in profiles if is_input for shape in each[value.name]]
             text = "  ".join(f"{len(shape)} {' '.join(map(str, shape))}" for shape in shapes)
             lines.append(f"{value.name} {is_input} {_TYPES[value.type][0]} {text}")
     engine.write_text("\n".join(lines))
-
-
-def _size(size: int | str, profile: Profile, at: int) -> int:
-    return profile[size][at] if isinstance(size, str) else size
 
 
 def run_program(library: Path, model: Path, engine: Path, *arguments: str) -> Ran:

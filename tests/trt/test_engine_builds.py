@@ -21,9 +21,10 @@ from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from engine_checks import programs_of
 from engine_command import Done, run_commands
+from moe_architectures import ARCHITECTURES
 from packed_cases import PackedLayer, packed_case
 from standin import ROOT
-from tensorrt_wheels import RTX, install
+from tensorrt_wheels import RTX, environment, install
 from trt_plugin.bundle import Bundle
 from trt_plugin.compiling.cubin import inspect_cubin
 from trt_plugin.native import library_path
@@ -288,3 +289,29 @@ def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
     (stored,) = trt_plugin.read_engine(path.with_suffix(".engine")).programs
     assert stored.program.data == program.data
     assert stored.program.to_dict() == program.to_dict()
+
+
+def test_an_engine_that_writes_text(tmp_path):
+    """examples/run_engine's script: a profile without past tokens, and one of single tokens."""
+    model: Any = ARCHITECTURES["lfm2_moe"].build()
+    dynamo_moe.convert(model)
+    dynamo_moe.export_language_model(model, tmp_path / "model.onnx", target="dense")
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "examples/run_engine/build_text_engine.py"),
+            *(
+                tmp_path / "model.onnx",
+                tmp_path / "model.engine",
+                "--arch",
+                "sm_89",
+                "--batch",
+                "4",
+            ),
+        ],
+        env=environment(RTX),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1].endswith("TensorRT for RTX 1.7.1.116, 2 profiles")
+    assert (tmp_path / "model.engine").stat().st_size > 0

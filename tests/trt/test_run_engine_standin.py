@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import dynamo_moe
-from example_program import Profile, Ran, compile_program, run_program, write_engine
+from example_program import EXAMPLE, Profile, Ran, compile_program, run_program, write_engine
 from moe_architectures import ARCHITECTURES
 
 PROMPTS = ("--prompt", "5,9,17,33", "--prompt", "40,7")
@@ -20,15 +22,19 @@ IDS, MASK = [[5, 9, 17, 33], [0, 0, 40, 7]], [[1, 1, 1, 1], [0, 0, 1, 1]]
 STEPS = 12
 
 
-def profile(sequence: tuple[int, int], past: tuple[int, int]) -> Profile:
-    """Returns a profile for one to four rows, with so many tokens in a call and before it."""
-    sizes = {"sequence": sequence, "past": past, "batch": (1, 4)}
-    sizes["total_sequence"] = (sequence[0] + past[0], sequence[1] + past[1])
-    sizes["last_5"] = (min(past[0], 5), min(past[1], 5))
-    return {name: (low, high, high) for name, (low, high) in sizes.items()}
+BUILDING = runpy.run_path(str(EXAMPLE / "build_text_engine.py"))
 
 
-PROMPT, STEP, BOTH = profile((1, 16), (0, 0)), profile((1, 1), (1, 64)), profile((1, 16), (0, 64))
+def two(model: Path) -> list[Profile]:
+    """Returns a profile for prompts of up to 16 tokens, and one for each further token."""
+    profiles: list[Profile] = BUILDING["profiles"](str(model), batch=4, prompt=16, length=65)
+    return profiles
+
+
+def one(model: Path) -> list[Profile]:
+    """Returns a profile for both."""
+    tokens = {"sequence": (1, 1, 16), "past": (0, 32, 64), "total_sequence": (1, 33, 65)}
+    return [BUILDING["shapes"](str(model), batch=(1, 2, 4), **tokens)]
 
 
 @dataclass
@@ -38,11 +44,9 @@ class Program:
     library: Path
     folder: Path
 
-    def __call__(
-        self, model: Path, *arguments: str, profiles: tuple[Profile, ...] = (BOTH,)
-    ) -> Ran:
+    def __call__(self, model: Path, profiles: Sequence[Profile], *arguments: str) -> Ran:
         engine = self.folder / f"{model.stem}.engine"
-        write_engine(model, engine, *profiles)
+        write_engine(model, engine, profiles)
         return run_program(self.library, model, engine, *arguments)
 
 
@@ -71,7 +75,7 @@ def expected(model: Path, **options: Any) -> list[list[int]]:
 
 
 def test_text(program: Program, mixtral: Path) -> None:
-    ran = program(mixtral, *PROMPTS, "--steps", str(STEPS), profiles=(PROMPT, STEP))
+    ran = program(mixtral, two(mixtral), *PROMPTS, "--steps", str(STEPS))
     assert ran.code == 0, ran.error
     assert ran.rows == expected(mixtral)
     # The last token's logits of each row, and nothing of the cache.
@@ -102,7 +106,7 @@ def test_whatever_is_kept(
     config: dict[str, Any],
 ) -> None:
     model = exported(tmp_path, name, export, **config)
-    ran = program(model, *PROMPTS, "--steps", str(STEPS))
+    ran = program(model, one(model), *PROMPTS, "--steps", str(STEPS))
     assert ran.code == 0, ran.error
     assert ran.rows == expected(model)
     assert (ran.report["profile_changes"], ran.report["allocations_left"]) == (1, 0)
@@ -111,21 +115,21 @@ def test_whatever_is_kept(
 def test_rows_end(program: Program, mixtral: Path) -> None:
     first, second = expected(mixtral)
     ends = (first[2], second[4])
-    ran = program(mixtral, *PROMPTS, "--end", str(ends[0]), "--end", str(ends[1]))
+    ran = program(mixtral, two(mixtral), *PROMPTS, "--end", str(ends[0]), "--end", str(ends[1]))
     until = [min(row.index(end) for end in ends if end in row) + 1 for row in (first, second)]
     assert ran.rows == [first[: until[0]], second[: until[1]]]
     assert f"({max(until) - 1} runs)" in ran.out
 
 
 def test_one_token(program: Program, mixtral: Path) -> None:
-    ran = program(mixtral, *PROMPTS, "--steps", "1")
+    ran = program(mixtral, two(mixtral), *PROMPTS, "--steps", "1")
     assert ran.rows == [row[:1] for row in expected(mixtral)]
     assert "runs" not in ran.out
 
 
 def test_a_text_that_is_too_long(program: Program, mixtral: Path) -> None:
     """It is refused before the first token is computed."""
-    ran = program(mixtral, *PROMPTS, "--steps", "70", profiles=(PROMPT, STEP))
+    ran = program(mixtral, two(mixtral), *PROMPTS, "--steps", "70")
     assert (ran.code, ran.report["bytes_to_host"]) == (2, 0)
     assert ran.error.splitlines()[-1] == (
         "error: the engine was not built for this text: "
@@ -135,7 +139,7 @@ def test_a_text_that_is_too_long(program: Program, mixtral: Path) -> None:
 
 
 def test_a_step_that_no_profile_has(program: Program, mixtral: Path) -> None:
-    ran = program(mixtral, *PROMPTS, "--steps", "5", profiles=(PROMPT,))
+    ran = program(mixtral, two(mixtral)[:1], *PROMPTS, "--steps", "5")
     assert ran.code == 2
     assert "past_key_values.0.key [2, 2, 4, 8] is not in profile 0" in ran.error
 
@@ -159,6 +163,10 @@ def small(path: Path, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]
 SHAPE = ["batch", 1, 3]
 
 
+def rows(model: Path) -> list[Profile]:
+    return [BUILDING["shapes"](str(model), batch=(1, 2, 4))]
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs", "error"),
     [
@@ -178,19 +186,28 @@ def test_engines_that_write_no_text(
     program: Program, tmp_path: Path, inputs: list[str], outputs: list[str], error: str
 ) -> None:
     model = small(tmp_path / "m.onnx", dict.fromkeys(inputs, SHAPE), dict.fromkeys(outputs, SHAPE))
-    ran = program(model, "--prompt", "1")
+    ran = program(model, rows(model), "--prompt", "1")
     assert ran.code != 0
     assert error in ran.error
 
 
 def test_measuring(program: Program, tmp_path: Path) -> None:
-    model = small(tmp_path / "m.onnx", {"x": SHAPE, "y": ["batch", 1, 3]}, {"z": SHAPE})
+    model = small(tmp_path / "m.onnx", {"x": SHAPE, "y": SHAPE}, {"z": SHAPE})
     x, z = tmp_path / "x", tmp_path / "z"
     np.array([1, 2, 3, 6, 5, 4], np.float32).tofile(x)
     np.array([10, 0, 0, 0, 0, 0], np.float32).tofile(tmp_path / "y")
     given = ("--input", f"x={x}", "--input", f"y={tmp_path / 'y'}", "--output", f"z={z}")
     ran = program(
-        model, *given, "--batch", "2", "--cuda-graph", "--iterations", "3", "--top-k", "2"
+        model,
+        rows(model),
+        *given,
+        "--batch",
+        "2",
+        "--cuda-graph",
+        "--iterations",
+        "3",
+        "--top-k",
+        "2",
     )
     assert ran.code == 0, ran.error
     assert ran.out.splitlines()[:4] == [
@@ -216,6 +233,6 @@ def test_measuring(program: Program, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_measured(program: Program, tmp_path: Path, option: str, error: str) -> None:
     model = small(tmp_path / "m.onnx", {"x": SHAPE}, {"z": SHAPE})
-    ran = program(model, *option.split())
+    ran = program(model, rows(model), *option.split())
     assert ran.code != 0
     assert error in ran.error

@@ -1,0 +1,78 @@
+"""Builds an engine of a language model with the two profiles that ``run_engine --prompt`` wants."""
+
+import argparse
+import re
+
+import onnx
+
+import trt_plugin
+
+# An input's smallest, usual and largest shape.
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def shapes(path: str, **sizes: tuple[int, int, int]) -> dict[str, Shapes]:
+    """Returns the shapes of a file's inputs.
+
+    Args:
+        path: A file of ``export_language_model``.
+        sizes: The smallest, usual and largest of each symbolic size. Layers with a bounded window
+            have ``past`` as far as it reaches.
+    """
+
+    def size(dim: onnx.TensorShapeProto.Dimension, at: int) -> int:
+        window = re.fullmatch(r"last_(\d+)", dim.dim_param)
+        if window:
+            return min(int(window[1]), sizes["past"][at])
+        return sizes[dim.dim_param][at] if dim.dim_param else dim.dim_value
+
+    inputs = onnx.load(path, load_external_data=False).graph.input
+    dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
+    return {
+        name: tuple(tuple(size(dim, at) for dim in each) for at in range(3))
+        for name, each in dims.items()
+    }
+
+
+def profiles(path: str, batch: int, prompt: int, length: int) -> list[dict[str, Shapes]]:
+    """Returns a profile for prompts and one for each further token.
+
+    Args:
+        path: A file of ``export_language_model``.
+        batch: The most prompts at once.
+        prompt: The most tokens of a prompt.
+        length: The most tokens of a text, the prompt included.
+    """
+    rows, past = (1, 1, batch), length - 1
+    prompts = {"sequence": (1, prompt, prompt), "past": (0, 0, 0)}
+    steps = {"sequence": (1, 1, 1), "past": (1, min(prompt, past), past)}
+    return [
+        shapes(path, batch=rows, total_sequence=_sums(**sizes), **sizes)
+        for sizes in (prompts, steps)
+    ]
+
+
+def _sums(sequence: tuple[int, int, int], past: tuple[int, int, int]) -> tuple[int, int, int]:
+    smallest, usual, largest = map(sum, zip(sequence, past, strict=True))
+    return smallest, usual, largest
+
+
+def main() -> None:
+    """Builds the engine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="file of export_language_model, target plugin or dense")
+    parser.add_argument("engine", help="the file to write")
+    parser.add_argument("--arch", action="append", help="such as sm_89; once for each")
+    parser.add_argument("--batch", type=int, default=1, help="the most prompts at once")
+    parser.add_argument("--prompt", type=int, default=512, help="the most tokens of a prompt")
+    parser.add_argument("--length", type=int, default=2048, help="the most tokens of a text")
+    given = parser.parse_args()
+    if given.batch < 1 or not 1 <= given.prompt < given.length:
+        parser.error("--batch must be at least 1, and --length more than --prompt")
+    sizes = profiles(given.model, given.batch, given.prompt, given.length)
+    report = trt_plugin.build_engine(given.model, given.engine, sizes, architectures=given.arch)
+    print(f"{report.path}: {report.builder}, {report.profiles} profiles")
+
+
+if __name__ == "__main__":
+    main()
