@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -125,6 +126,13 @@ def test_texts(program):
     assert computed["written 1"] == [3]
     assert computed["ended"] == [0]
     assert computed["all ended"] == [1]
+
+
+def test_cmake_has_every_source():
+    target = re.search(
+        r"add_executable\(run_engine ([^)]*)\)", (EXAMPLE / "CMakeLists.txt").read_text()
+    )
+    assert set(target[1].split()) == {source.name for source in EXAMPLE.glob("*.cc")}
 
 
 def test_it_compiles_against_the_sdk(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper
 
 import dynamo_moe
@@ -57,8 +58,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return Program(folder / "librun_engine.so", folder)
 
 
-def exported(folder: Path, name: str, export: dict[str, Any], **config: Any) -> Path:
-    model: Any = ARCHITECTURES[name].build(**config)
+def exported(
+    folder: Path,
+    name: str,
+    export: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    model: Any = ARCHITECTURES[name].build(**config).to(dtype)
     dynamo_moe.convert(model)
     dynamo_moe.export_language_model(model, folder / f"{name}.onnx", **export)
     return folder / f"{name}.onnx"
@@ -94,6 +101,8 @@ def test_text(program: Program, mixtral: Path) -> None:
         ("lfm2_moe", {}, {}),
         # A layer that keeps the last five tokens alone.
         ("gpt_oss", {"bounded_windows": True}, {"sliding_window": 6}),
+        # Keys, values and logits of two bytes.
+        ("mixtral", {}, {"dtype": torch.float16}),
         # Nothing is kept.
         ("mixtral", {"task": "text-generation"}, {}),
     ],
