@@ -16,6 +16,9 @@ from dynamo_moe.moe_nodes.nodes import module_of
 
 Dimension = int | str | None
 
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""The dtypes that rotary embeddings and attention have in the standard and in ONNX Runtime."""
+
 
 def maker(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     """Returns the node that makes a value, if it is one of these operators; None otherwise."""
@@ -91,6 +94,13 @@ def permutation(node: ir.Node | None) -> tuple[int, ...]:
 def is_last_axis(axis: int, value: ir.Value) -> bool:
     """Whether an axis, which may be negative, is a value's last one."""
     return axis in (-1, len(dimensions(value)) - 1)
+
+
+def reduces_last_axis(reduce: ir.Node, value: ir.Value) -> bool:
+    """Whether a reduction is over a value's last axis alone, and keeps it with the size 1."""
+    kept = reduce.attributes.get_int("keepdims", 1) == 1
+    axes = integers(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
+    return kept and axes is not None and len(axes) == 1 and is_last_axis(axes[0], value)
 
 
 def slice_of_last_axis(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:

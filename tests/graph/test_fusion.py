@@ -448,3 +448,126 @@ def test_keys_that_are_used_elsewhere_stay(tmp_path: Path) -> None:
     inputs = (Q[:1], KV[:1], KV[:1], torch.randn(1, 1, S, S + 3), *CACHE)
     assert fused(function, inputs, tmp_path, dynamic_shapes=SHAPES) == {"Attention": 1}
     assert any(node.op_type == "Concat" for node in onnx.load(tmp_path / "m.onnx").graph.node)
+
+
+# --- What does not fit the operators ---
+
+Q4, K4, V4 = torch.randn(B, H, S, D), torch.randn(B, H, 7, D), torch.randn(B, H, 7, D)
+LEAST = torch.finfo(torch.float32).min
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+def in_two_dtypes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + mask).softmax(-1).half() @ v.half()
+
+
+def negative(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * -0.3 + mask).softmax(-1) @ v
+
+
+def shifted_otherwise(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """A softmax of scores less the greatest of each column: not the same."""
+    scores = torch.cat([q @ k.mT * 0.3 + mask, torch.ones(1, H, 1, 1).expand(B, H, S, 1)], -1)
+    return (scores - scores.amax(2, keepdim=True)).softmax(-1)[..., :-1] @ v
+
+
+UNFIT = {
+    "queries of all sequences": (plain, (Q4[:1], K4, V4, torch.randn(S, 7))),
+    "keys of all sequences": (plain, (Q4, K4[:1], V4, torch.randn(S, 7))),
+    "keys of all heads": (plain, (Q4, K4[:, :1], V4, torch.randn(S, 7))),
+    "values of all heads": (plain, (Q4, K4, V4[:, :1], torch.randn(S, 7))),
+    "values of three axes": (plain, (Q4, K4, V4[0], torch.randn(S, 7))),
+    "values of two axes": (plain, (Q4, K4, V4[0, 0], torch.randn(S, 7))),
+    "queries of three axes": (plain, (Q4[0], K4, V4, torch.randn(S, 7))),
+    "a mask of more sequences": (plain, (Q4[:1], K4[:1], V4[:1], torch.randn(3, 1, S, 7))),
+    "a mask of more heads": (plain, (Q4[:, :1], K4[:, :1], V4[:, :1], torch.randn(1, H, S, 7))),
+    "a mask of more rows": (plain, (Q4[:, :, :1], K4, V4, torch.randn(1, 1, S, 7))),
+    "a mask of rows": (plain, (Q4, K4, V4, torch.randn(B, 1, S, 1))),
+    "a mask of heads": (plain, (Q4, K4, V4, torch.randn(1, H, 1, 1))),
+    "a mask of one axis": (plain, (Q4, K4, V4, torch.randn(7))),
+    "two dtypes": (in_two_dtypes, (Q4, K4, V4, torch.randn(S, 7))),
+    "a negative scale": (negative, (Q4, K4, V4, torch.randn(S, 7))),
+    "another shift": (shifted_otherwise, (Q4, K4, V4, torch.randn(S, 7))),
+    "float64": (plain, tuple(x.double() for x in (Q4, K4, V4, torch.randn(S, 7)))),
+}
+
+
+@pytest.mark.parametrize(("attention", "inputs"), UNFIT.values(), ids=list(UNFIT))
+def test_what_does_not_fit_keeps_its_nodes(
+    attention: Any, inputs: tuple[Tensor, ...], tmp_path: Path
+) -> None:
+    assert fused(attention, inputs, tmp_path, dynamic_shapes=None) == {}
+
+
+def least_number(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    return plain(q, k, v, torch.where(seen, 0.0, LEAST))
+
+
+def test_a_token_that_sees_no_key_sees_all_alike(tmp_path: Path) -> None:
+    """As in PyTorch: less a number that large, all scores are the same."""
+    seen = torch.rand(B, 1, S, 7) > 0.5
+    seen[0, 0, 2] = False
+    found = fused(least_number, (Q4, K4, V4, seen), tmp_path, dynamic_shapes=None)
+    assert found == {"Attention": 1}
+
+
+def test_keys_whose_axes_are_turned_at_once(tmp_path: Path) -> None:
+    def by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = k.unflatten(-1, (H, D)).permute(0, 2, 3, 1)
+        return merged((heads(q, H) @ keys * 0.3).softmax(-1) @ heads(v, H))
+
+    kv = torch.randn(B, 7, H * D)
+    assert fused(by_token, (Q, kv, kv + 1), tmp_path) == {"Attention": 1}
+
+
+def rotary_in_double(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    angles = positions[..., None].double() * frequencies
+    angles = torch.cat((angles, angles), -1).unsqueeze(1)
+    q = heads(x, H)
+    return q * angles.cos() + turned(q) * angles.sin()
+
+
+def test_rotary_embeddings_in_float64_keep_their_nodes(tmp_path: Path) -> None:
+    inputs = torch.randn(B, S, H * D).double(), torch.arange(S).expand(B, S).contiguous()
+    frequencies = (0.1 ** torch.arange(D // 2)).double()
+    assert fused(rotary_in_double, inputs, tmp_path, weights=(frequencies,)) == {}
+
+
+def of_itself(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+    keys = torch.cat([past[0], heads(k, H)], 2)
+    return merged((heads(q, H) @ keys.mT * 0.2 + mask).softmax(-1) @ keys), keys
+
+
+def masked_by_keys(*args: Tensor) -> tuple[Tensor, ...]:
+    q, k, v, mask, *past = args
+    keys, values = (torch.cat([p, heads(x, H)], 2) for p, x in zip(past, (k, v), strict=True))
+    mask = mask + torch.where(keys.abs().sum((1, 3)) > 4, 0.0, -1e4)[:, None, None]
+    return merged((heads(q, H) @ keys.mT * 0.2 + mask).softmax(-1) @ values), keys, values
+
+
+def not_returned(*args: Tensor) -> Tensor:
+    return masked_by_nothing(*args)[0]
+
+
+def masked_by_nothing(*args: Tensor) -> tuple[Tensor, ...]:
+    q, k, v, mask, *past = args
+    keys, values = (torch.cat([p, heads(x, H)], 2) for p, x in zip(past, (k, v), strict=True))
+    return merged((heads(q, H) @ keys.mT * 0.2 + mask).softmax(-1) @ values), keys, values
+
+
+@pytest.mark.parametrize("attention", [of_itself, masked_by_keys, not_returned])
+def test_caches_that_attention_cannot_extend(attention: Any, tmp_path: Path) -> None:
+    past = torch.randn(1, H, 3, D)
+    kv = torch.randn(1, S, H * D)
+    inputs = (Q[:1], kv, kv + 1, torch.randn(1, 1, S, S + 3), past, past + 1)
+    assert fused(attention, inputs, tmp_path, dynamic_shapes=None) == {"Attention": 1}
+    assert any(node.op_type == "Concat" for node in onnx.load(tmp_path / "m.onnx").graph.node)
+
+
+def test_sinks_at_a_fixed_length(tmp_path: Path) -> None:
+    inputs = (Q[:1], KV[:1], KV[:1], torch.randn(1, 1, S, S + 3), *CACHE)
+    found = fused(with_sinks, inputs, tmp_path, weights=(torch.randn(H),), dynamic_shapes="batch")
+    assert found == {"GroupQueryAttention": 1}

@@ -17,9 +17,9 @@ from dynamo_moe.graph.fusion.attention_forms import (
     without_repeats,
 )
 from dynamo_moe.graph.fusion.grouped_attention import can_be_grouped, grouped_attention
-from dynamo_moe.graph.fusion.masks import seen_keys, with_rows
+from dynamo_moe.graph.fusion.masks import above_least, with_rows
 from dynamo_moe.graph.fusion.rotary import HEADS_FIRST, flattened
-from dynamo_moe.graph.matching import Writer, dimensions, maker, operand, permutation
+from dynamo_moe.graph.matching import Writer, dimensions, maker, operand, permutation, typed
 
 
 def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
@@ -31,7 +31,7 @@ def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
             buffers that hold the cache.
     """
     for node in list(writer.graph):
-        attention = attention_of(node)
+        attention = attention_of(writer, node)
         if attention is not None:
             _fuse(writer, node, without_repeats(attention), grouped=grouped)
 
@@ -39,7 +39,7 @@ def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
 def give_masks_rows(writer: Writer) -> None:
     """Gives masks of Attention a row for each token: ONNX Runtime 1.31 refuses one row for all."""
     for node in list(writer.graph):
-        attention = attention_of(node) if node.op_type == "Attention" else None
+        attention = attention_of(writer, node) if node.op_type == "Attention" else None
         if attention is not None and attention.mask is not None:
             node.replace_input_with(3, with_rows(writer, node, attention.mask, attention.queries))
 
@@ -51,22 +51,47 @@ def _fuse(writer: Writer, node: ir.Node, attention: Attention, *, grouped: bool)
     caches = caches_of(node, attention)
     new = [cache.new for cache in caches] or [attention.keys, attention.values]
     tensors = [attention.queries, *new]
-    by_token, result = _by_token(tensors), _result_by_token(node)
-    counts = {}
-    if by_token is not None and result is not None:  # Heads stay side by side.
-        tensors = [flattened(writer, node, value) for value in by_token]
-        counts = {"q_num_heads": heads, "kv_num_heads": groups}
-    else:
-        result = node.outputs[0]
-    if (grouped or attention.sinks is not None) and counts and can_be_grouped(attention, caches):
-        fused = grouped_attention(writer, node, attention, tensors, caches)
-    elif attention.sinks is None:
-        fused = _standard(writer, node, attention, tensors, caches, counts)
-    else:
+    merged, by_token = _merged_result(node), _by_token(tensors)
+    if can_be_grouped(attention, caches) and (grouped or attention.sinks is not None):
+        flat = [_flat(writer, node, tensor) for tensor in tensors]
+        fused = grouped_attention(writer, node, attention, flat, caches)
+        whole = merged is not None
+    elif attention.sinks is not None:
         return
+    elif merged is not None and by_token is not None:
+        flat = [flattened(writer, node, value) for value in by_token]
+        counts = {"q_num_heads": heads, "kv_num_heads": groups}
+        fused, whole = _standard(writer, node, attention, flat, caches, counts), True
+    else:
+        fused, whole = _standard(writer, node, attention, tensors, caches, {}), True
+        merged = node.outputs[0]
     for cache, present in zip(caches, fused.outputs[1:], strict=True):
         writer.replace(cache.present, present)
-    writer.replace(result, fused.outputs[0])
+    if whole and merged is not None:
+        writer.replace(merged, fused.outputs[0])
+    else:
+        writer.replace(node.outputs[0], _by_heads(writer, node, fused.outputs[0]))
+
+
+def _flat(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
+    """Returns [B, H, S, D] as [B, S, H * D]."""
+    by_token = _by_token([value])
+    if by_token is not None:
+        return flattened(writer, before, by_token[0])
+    batch, heads, tokens, width = dimensions(value)
+    turned = writer.node(before, "Transpose", [value], {"perm": HEADS_FIRST}).outputs[0]
+    return flattened(writer, before, typed(turned, value, (batch, tokens, heads, width)))
+
+
+def _by_heads(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
+    """Returns [B, S, H * D] as a node's result [B, H, S, D]."""
+    batch, heads, tokens, width = dimensions(before.outputs[0])
+    like = before.outputs[0]
+    typed(value, like, (batch, tokens, int(heads or 0) * int(width or 0)))
+    sizes = writer.ints([0, 0, int(heads or 0), int(width or 0)])
+    split = writer.node(before, "Reshape", [value, sizes]).outputs[0]
+    typed(split, like, (batch, tokens, heads, width))
+    return writer.node(before, "Transpose", [split], {"perm": HEADS_FIRST}).outputs[0]
 
 
 def _by_token(values: Sequence[ir.Value]) -> list[ir.Value] | None:
@@ -82,7 +107,7 @@ def _by_token(values: Sequence[ir.Value]) -> list[ir.Value] | None:
     return turned
 
 
-def _result_by_token(node: ir.Node) -> ir.Value | None:
+def _merged_result(node: ir.Node) -> ir.Value | None:
     """Returns [B, S, H * D], if that alone is made of a node's result [B, H, S, D]."""
     turn = _only_user(node.outputs[0], "Transpose")
     merge = None if turn is None else _only_user(turn.outputs[0], "Reshape")
@@ -113,7 +138,7 @@ def _standard(
     """Adds the standard's Attention of queries, keys and values, before the node it replaces."""
     mask = attention.mask
     if mask is not None:
-        mask = with_rows(writer, node, seen_keys(mask), attention.queries)
+        mask = with_rows(writer, node, above_least(writer, node, mask), attention.queries)
     inputs = [*tensors, mask, *(cache.past for cache in caches)]
     while inputs[-1] is None:
         inputs.pop()

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
+from dynamo_moe.graph.fusion.rotary import HEADS_FIRST
 from dynamo_moe.graph.matching import (
+    FLOATS,
+    Dimension,
+    Writer,
+    are_alike,
     both_orders,
     dimensions,
     integers,
@@ -21,7 +26,9 @@ from dynamo_moe.graph.matching import (
     only_use,
     operand,
     permutation,
+    reduces_last_axis,
     scalar,
+    typed,
 )
 
 _RANK = 4
@@ -58,13 +65,46 @@ class Attention:
         return {"scale": self.scale, **({"softcap": self.softcap} if self.softcap else {})}
 
 
-def attention_of(node: ir.Node) -> Attention | None:
+def attention_of(writer: Writer, node: ir.Node) -> Attention | None:
     """Returns the attention whose result [B, H, S, D] a node gives, if it gives one."""
     if len(dimensions(node.outputs[0])) != _RANK or node.domain:
         return None
     if node.op_type == "Attention":
-        return _of_operator(node)
-    return _of_product(node) if node.op_type == "MatMul" else None
+        found = _of_operator(node)
+    else:
+        found = _of_product(writer, node) if node.op_type == "MatMul" else None
+    return found if found is not None and _fits(found, node.outputs[0]) else None
+
+
+def _fits(attention: Attention, result: ir.Value) -> bool:
+    """Whether the operands have one dtype and go with each other without being broadcast."""
+    tensors = attention.queries, attention.keys, attention.values, result
+    dtypes = {tensor.dtype for tensor in tensors}
+    match [dimensions(tensor) for tensor in tensors]:
+        case [(batch, heads, tokens, width), (_, _, length, _), (_, _, its, depth), made]:
+            sizes_fit = (
+                dimensions(attention.keys) == (batch, heads, length, width)
+                and dimensions(attention.values) == (batch, heads, its, depth)
+                and made == (batch, heads, tokens, depth)
+                and are_alike(length, its)  # A product sums over both.
+            )
+        case _:
+            return False
+    unknown = None in (batch, heads, tokens, width, length, depth)
+    if unknown or not sizes_fit or attention.scale <= 0:
+        return False
+    if len(dtypes) > 1 or result.dtype not in FLOATS:
+        return False
+    return attention.mask is None or _mask_fits(attention.mask, (batch, heads, tokens, length))
+
+
+def _mask_fits(mask: ir.Value, scores: tuple[Dimension, ...]) -> bool:
+    """Whether a mask has an entry for each key, and broadcasts along the other axes at most."""
+    sizes = dimensions(mask)
+    if not 2 <= len(sizes) <= _RANK or not are_alike(sizes[-1], scores[-1]):
+        return False
+    others = zip(sizes[-2::-1], scores[-2::-1], strict=False)
+    return all(size == 1 or are_alike(size, other) for size, other in others)
 
 
 def _of_operator(node: ir.Node) -> Attention | None:
@@ -89,17 +129,17 @@ def _of_operator(node: ir.Node) -> Attention | None:
     )
 
 
-def _of_product(node: ir.Node) -> Attention | None:
+def _of_product(writer: Writer, node: ir.Node) -> Attention | None:
     """Returns the attention that ends with the product of weights and values."""
     weights = _weights(operand(node, 0))
     if weights is None:
         return None
     capped, mask = weights.scores, None
     for scores, added in both_orders(only_use(weights.scores, "Add")):
-        if _product(scores) is not None:
+        if _product(writer, scores) is not None:
             capped, mask = scores, added
             break
-    product = _product(capped)
+    product = _product(writer, capped)
     if product is None or (mask is not None and mask.dtype != node.outputs[0].dtype):
         return None
     return Attention(
@@ -148,6 +188,8 @@ def _with_sinks(value: ir.Value) -> _Weights | None:
     shifted = maker(value, "Sub")
     greatest = None if shifted is None else maker(shifted.inputs[1], "ReduceMax")
     if shifted is not None and greatest is not None and greatest.inputs[0] is shifted.inputs[0]:
+        if not reduces_last_axis(greatest, value):
+            return None
         value = operand(shifted, 0)
     join = maker(value, "Concat")
     if join is None or len(join.inputs) != 2:
@@ -169,7 +211,7 @@ class _Product(NamedTuple):
     softcap: float
 
 
-def _product(value: ir.Value) -> _Product | None:
+def _product(writer: Writer, value: ir.Value) -> _Product | None:
     """Returns the product that a value is; its factor may be at the result or at either operand."""
     inner, softcap = _uncapped(value)
     inner, scale = _unscaled(inner)
@@ -179,9 +221,19 @@ def _product(value: ir.Value) -> _Product | None:
     queries, its = _unscaled(operand(product, 0))
     keys, other = _unscaled(operand(product, 1))
     turned = only_use(keys, "Transpose")
-    if turned is None or permutation(turned) != (0, 1, 3, 2):
+    if turned is None:
         return None
-    return _Product(queries, operand(turned, 0), scale * its * other, softcap)
+    if permutation(turned) == (0, 1, 3, 2):
+        keys = operand(turned, 0)
+    elif permutation(turned) == (0, 2, 3, 1):  # [B, L, H, D] at once.
+        by_token = operand(turned, 0)
+        order = {"perm": HEADS_FIRST}
+        keys = writer.node(turned, "Transpose", [by_token], order).outputs[0]
+        batch, length, heads, width = dimensions(by_token)
+        typed(keys, by_token, (batch, heads, length, width))
+    else:
+        return None
+    return _Product(queries, keys, scale * its * other, softcap)
 
 
 def _uncapped(value: ir.Value) -> tuple[ir.Value, float]:
@@ -247,10 +299,14 @@ def caches_of(node: ir.Node, attention: Attention) -> list[Cache]:
 
     The attention that a node ends must be the only one to use them: it is what makes them then.
     """
-    caches = []
+    caches: list[Cache] = []
+    if attention.keys is attention.values:
+        return caches
     for value in (attention.keys, attention.values):
         join = maker(value, "Concat")
-        if join is None or len(join.inputs) != 2 or not _leads_only_to(value, node):
+        if join is None or len(join.inputs) != 2 or not value.is_graph_output():
+            return []
+        if not _leads_only_to(value, node, attention):
             return []
         past, new = operand(join, 0), operand(join, 1)
         if not past.is_graph_input() or join.attributes.get_int("axis", 0) not in (2, -2):
@@ -259,8 +315,11 @@ def caches_of(node: ir.Node, attention: Attention) -> list[Cache]:
     return caches
 
 
-def _leads_only_to(value: ir.Value, end: ir.Node) -> bool:
-    """Whether all that is computed of a value is a node's operand, but for graph outputs of it."""
+def _leads_only_to(value: ir.Value, end: ir.Node, attention: Attention) -> bool:
+    """Whether all that is computed of keys or values is a node's operand, but for graph outputs.
+
+    What they are compared with, and the mask, must not be.
+    """
     seen: set[ir.Node] = set()
     left = [value]
     while left:
@@ -270,4 +329,5 @@ def _leads_only_to(value: ir.Value, end: ir.Node) -> bool:
         if len(seen) > _MOST_NODES or any(output.is_graph_output() for output in outputs):
             return False
         left += outputs
-    return True
+    others = attention.queries, attention.mask, attention.sinks
+    return not any(other is not None and other.producer() in seen for other in others)

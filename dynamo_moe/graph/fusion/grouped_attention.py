@@ -20,10 +20,13 @@ from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
 def can_be_grouped(attention: Attention, caches: Sequence[Cache]) -> bool:
     """Whether ONNX Runtime's operator takes it.
 
-    It needs a cache, with keys and values of one width, and a mask of four axes.
+    It needs a cache, with keys and values of one width, a mask of four axes, and whole numbers of
+    heads.
     """
     widths = {dimensions(cache.past)[-1:] for cache in caches}
-    return len(widths) == 1 and len(dimensions(attention.mask)) == 4
+    numbers = [*dimensions(attention.queries)[1::2], *dimensions(attention.values)[1::2]]
+    known = all(isinstance(number, int) for number in numbers)
+    return known and len(widths) == 1 and len(dimensions(attention.mask)) == 4
 
 
 def grouped_attention(
@@ -71,9 +74,13 @@ def _lengths(
     Padding counts: the mask hides it.
     """
     ints, one = writer.ints([1]), writer.constant(np.array([1], np.int32))
-    length = writer.node(node, "Shape", [mask], {"start": 3, "end": 4}).outputs[0]
-    narrow = {"to": ir.DataType.INT32}
-    total = writer.node(node, "Cast", [typed(length, ints, [1])], narrow).outputs[0]
+    known = dimensions(mask)[3]
+    if isinstance(known, int):  # Of a Cast of its Shape, ONNX Runtime infers the wrong dtype.
+        total = writer.constant(np.array([known], np.int32))
+    else:
+        length = writer.node(node, "Shape", [mask], {"start": 3, "end": 4}).outputs[0]
+        narrow = {"to": ir.DataType.INT32}
+        total = writer.node(node, "Cast", [typed(length, ints, [1])], narrow).outputs[0]
     last = writer.node(node, "Sub", [typed(total, one, [1]), one]).outputs[0]
     batch = writer.node(node, "Shape", [queries], {"start": 0, "end": 1}).outputs[0]
     lasts = writer.node(node, "Expand", [typed(last, one, [1]), typed(batch, ints, [1])]).outputs[0]

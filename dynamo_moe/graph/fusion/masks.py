@@ -8,20 +8,20 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from dynamo_moe.graph.matching import Writer, dimensions, integers, maker, operand, scalar, typed
+from dynamo_moe.graph.matching import (
+    FLOATS,
+    Writer,
+    dimensions,
+    integers,
+    maker,
+    operand,
+    scalar,
+    typed,
+)
 
+_HALF_FLOOR = -6e4
 _LEAST = -1e30
 """A number that no score makes up for: what is added to the score of a key that is not seen."""
-
-
-def seen_keys(mask: ir.Value) -> ir.Value:
-    """Returns which keys are seen, if a mask is 0 there and a least number elsewhere."""
-    choice = maker(mask, "Where")
-    if choice is None or scalar(choice.inputs[1]) != 0:
-        return mask
-    other = scalar(choice.inputs[2])
-    lowest = _LEAST if mask.dtype != ir.DataType.FLOAT16 else float(np.finfo(np.float16).min)
-    return operand(choice, 0) if other is not None and other <= lowest else mask
 
 
 def with_rows(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
@@ -35,6 +35,25 @@ def with_rows(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) 
     shape = writer.node(node, "Concat", parts, {"axis": 0}).outputs[0]
     wide = writer.node(node, "Expand", [mask, typed(shape, one, [len(sizes)])]).outputs[0]
     return typed(wide, mask, (*sizes[:-2], tokens, sizes[-1]))
+
+
+def above_least(writer: Writer, node: ir.Node, mask: ir.Value) -> ir.Value:
+    """Returns an added mask whose numbers are above the dtype's least.
+
+    ONNX Runtime 1.31 takes that one for minus infinity: of a token that sees no key, Attention
+    would give zeros in place of the mean of all values.
+    """
+    if mask.dtype not in FLOATS:
+        return mask
+    floor = np.asarray(_HALF_FLOOR if mask.dtype == ir.DataType.FLOAT16 else _LEAST)
+    bound = writer.constant(floor.astype(mask.dtype.numpy()))
+    choice = maker(mask, "Where")
+    other = None if choice is None else scalar(choice.inputs[2])
+    if choice is not None and other is not None and np.isfinite(other) and other < floor:
+        new = writer.node(node, "Where", [*choice.inputs[:2], bound])
+    else:
+        new = writer.node(node, "Max", [mask, bound])
+    return typed(new.outputs[0], mask, dimensions(mask))
 
 
 def added_to_scores(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
@@ -56,8 +75,10 @@ def is_causal(mask: ir.Value) -> bool:
     """
     choice = maker(mask, "Where")
     if choice is not None:
-        hides = mask.dtype is not None and seen_keys(mask) is not mask
-        return hides and is_causal(operand(choice, 0))
+        least = np.finfo(np.float16).min if mask.dtype == ir.DataType.FLOAT16 else _LEAST
+        other = scalar(choice.inputs[2])
+        hides = scalar(choice.inputs[1]) == 0 and other is not None and other <= least
+        return bool(hides) and is_causal(operand(choice, 0))
     both = maker(mask, "And")
     if both is not None:
         return any(is_causal(operand(both, position)) for position in (0, 1))

@@ -12,10 +12,10 @@ from dynamo_moe.graph.matching import (
     Writer,
     both_orders,
     dimensions,
-    integers,
     maker,
     only_use,
     operand,
+    reduces_last_axis,
     scalar,
 )
 
@@ -49,16 +49,7 @@ def _uncentred(value: ir.Value) -> ir.Value | None:
     mean = None if difference is None else maker(difference.inputs[1], "ReduceMean")
     if difference is None or mean is None or mean.inputs[0] is not difference.inputs[0]:
         return None
-    return operand(difference, 0) if _is_over_last_axis(mean, value) else None
-
-
-def _is_over_last_axis(reduce: ir.Node, x: ir.Value) -> bool:
-    kept = reduce.attributes.get_int("keepdims", 1) == 1
-    return (
-        kept
-        and len(reduce.inputs) > 1
-        and integers(reduce.inputs[1]) in ([-1], [len(dimensions(x)) - 1])
-    )
+    return operand(difference, 0) if reduces_last_axis(mean, value) else None
 
 
 def _normalized(value: ir.Value) -> tuple[ir.Value, float] | None:
@@ -87,7 +78,7 @@ def _epsilon_of_root(value: ir.Value, x: ir.Value) -> float | None:
     root = maker(value, "Sqrt")
     for mean, epsilon in both_orders(maker(root.inputs[0], "Add") if root is not None else None):
         reduce = maker(mean, "ReduceMean")
-        if reduce is None or scalar(epsilon) is None or not _is_over_last_axis(reduce, x):
+        if reduce is None or scalar(epsilon) is None or not reduces_last_axis(reduce, x):
             continue
         if _is_square(reduce.inputs[0], x):
             return scalar(epsilon)

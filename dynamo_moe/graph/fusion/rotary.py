@@ -10,6 +10,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from dynamo_moe.graph.matching import (
+    FLOATS,
     Dimension,
     Writer,
     are_alike,
@@ -200,7 +201,7 @@ class _Tables:
         """
         spread, sizes = maker(value, "Unsqueeze"), dimensions(x)
         axes = None if spread is None else integers(spread.inputs[1])
-        if spread is None or axes not in ([1], [2]) or len(sizes) != 4:
+        if spread is None or axes not in ([1], [2]) or len(sizes) != 4 or x.dtype not in FLOATS:
             return None
         (axis,), table = axes, operand(spread, 0)
         match dimensions(table), sizes[3]:
