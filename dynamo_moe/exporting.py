@@ -180,12 +180,13 @@ def export(
     newest = onnx.defs.onnx_opset_version()
     if opset is not None and not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
+    opset_at_least = opset or lowered_for.opset
     if shared_cache and not (
-        lowered_for.takes_attention and fuse and (opset or lowered_for.opset) >= FIRST_OPSET
+        lowered_for.takes_attention and fuse and opset_at_least >= FIRST_OPSET
     ):
         raise ValueError(
             f"shared_cache needs target 'onnxruntime', fuse and an opset of at least "
-            f"{FIRST_OPSET}; got target {target!r}, fuse={fuse} and opset {opset}"
+            f"{FIRST_OPSET}; got target {target!r}, fuse={fuse} and opset {opset_at_least}"
         )
     if repeated_blocks not in get_args(RepeatedBlocks):
         raise ValueError(f"repeated_blocks must be 'auto' or 'off', got {repeated_blocks!r}")

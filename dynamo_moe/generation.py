@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PAST, _PRESENT = "past_key_values.", "present."
 _DTYPES = {
+    "tensor(double)": "float64",
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
     "tensor(int64)": "int64",
@@ -62,8 +63,8 @@ def generate(
             padding on its right, or a number is out of range.
     """
     text, mask = _prompts(input_ids, attention_mask)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     ends = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     padding = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
     model = _Model(_session(path), len(text))
@@ -83,7 +84,10 @@ def generate(
 def _prompts(
     input_ids: ArrayLike, attention_mask: ArrayLike | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    text = np.asarray(input_ids)
+    try:
+        text = np.asarray(input_ids)
+    except ValueError:
+        raise ValueError("input_ids has rows of different lengths: pad them on the left") from None
     if text.ndim != 2 or not text.size or text.dtype.kind not in "iu":
         raise ValueError(
             "input_ids must be integers [B, L] of at least one token, got "
@@ -94,9 +98,15 @@ def _prompts(
         raise ValueError(
             f"attention_mask must have input_ids' shape {list(text.shape)}, got {list(mask.shape)}"
         )
-    if not mask[:, -1].all():
-        row = int(mask[:, -1].argmin())
-        raise ValueError(f"padding must be on the left: row {row} of attention_mask ends with 0")
+    if text.min() < 0:
+        raise ValueError(f"input_ids must be at least 0, got {int(text.min())}")
+    if not np.isin(mask, (0, 1)).all():
+        raise ValueError("attention_mask must hold 0 for padding, and 1")
+    for row, seen in enumerate(mask.astype(np.int64)):
+        if not seen[-1] or (np.diff(seen) < 0).any():
+            raise ValueError(
+                f"padding must be on the left: row {row} of attention_mask has 0 after 1, or no 1"
+            )
     return text.astype(np.int64), mask.astype(np.int64)
 
 
@@ -124,6 +134,7 @@ class _Model:
     def __init__(self, session: onnxruntime.InferenceSession, batch: int) -> None:
         self._session = session
         self._names = [value.name for value in session.get_inputs()]
+        self._dtypes = {value.name: _DTYPES.get(value.type) for value in session.get_inputs()}
         entries = cache_of(session)
         known = {"input_ids", "attention_mask", "position_ids", *(entry.input for entry in entries)}
         unknown = [name for name in self._names if name not in known]
@@ -146,7 +157,11 @@ class _Model:
         """
         positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -new.shape[1] :]
         given = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
-        feeds = {name: _value(x) for name, x in given.items() if name in self._names}
+        feeds = {
+            name: _value(x.astype(self._dtypes[name]))
+            for name, x in given.items()
+            if name in self._names
+        }
         logits, *kept = self._session.run_with_ort_values(self._outputs, feeds | self._kept)
         self._kept = dict(zip(self._kept, kept, strict=True))
         last: NDArray[Any] = logits.numpy()[:, -1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ def export(
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
             "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
             "TRT_MoE, experimental.",
-            show_default="plugin; onnxruntime with --format genai",
+            show_default="plugin; onnxruntime with --format genai or --shared-cache",
         ),
     ] = None,
     verify: Annotated[
@@ -301,6 +302,7 @@ def export(
         if group is not None and not quantize:
             raise UsageError("--group needs --quantize")
         out = _one_output(out, output)
+        out = out.resolve() if folder_format is not None else out
         hf = hf or is_checkpoint(model)
         _check_source(
             hf,
@@ -314,7 +316,8 @@ def export(
                 "--bounded-windows": bounded_windows,
             },
         )
-        target = target or ("onnxruntime" if folder_format == "genai" else DEFAULT_TARGET)
+        for_runtime = folder_format == "genai" or shared_cache
+        target = target or ("onnxruntime" if for_runtime else DEFAULT_TARGET)
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
         options |= {"repeated_blocks": repeated_blocks, "fuse": fuse}
@@ -326,7 +329,7 @@ def export(
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
         # A file gets its name only once it is verified.
-        target_file = out.with_name(f"{out.stem}.unverified{out.suffix}") if verify else out
+        target_file = _unverified(out, is_folder=folder_format is not None) if verify else out
         outcome = _Outcome()
         with outcome.printed(as_json=as_json, quiet=quiet):
             module: Any
@@ -354,7 +357,7 @@ def export(
                 console, module, args, target_file, options, mute=mute
             )
             if verify:
-                with _named_finally(outcome, exported, out):
+                with _named_finally(outcome, exported, target_file, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
                         _quantize(console, module, quantize, group)
@@ -489,7 +492,7 @@ class _Outcome:
 
 @contextmanager
 def _named_finally(
-    outcome: _Outcome, exported: dynamo_moe.ExportReport, out: Path
+    outcome: _Outcome, exported: dynamo_moe.ExportReport, written: Path, out: Path
 ) -> Iterator[None]:
     """Gives the exported files their names after the body; if it raises, says where they are."""
     try:
@@ -499,20 +502,29 @@ def _named_finally(
         raise
     from dynamo_moe.files import model_files
 
-    if exported.path.name == out.with_name(f"{out.stem}.unverified{out.suffix}").name:
+    if written.is_dir():
+        model_files.move_folder(written, out, exported.path)
+        path = out / exported.path.relative_to(written)
+        files = [out / file.relative_to(written) for file in exported.files]
+        profile = [out / file.relative_to(written) for file in exported.profile]
+    else:
         path, files = out, model_files.rename_model(exported.files, out)
-    else:  # A folder, named like that.
-        path, *files = model_files.move_into(exported.files, out)
-        files = [path, *files]
-    profile = [
-        path.with_name(path.name + file.name.removeprefix(exported.path.name))
-        for file in exported.profile
-    ]
-    for old, new in zip(exported.profile, profile, strict=True):
-        old.replace(new)
+        profile = [
+            out.with_name(out.name + file.name.removeprefix(exported.path.name))
+            for file in exported.profile
+        ]
+        for old, new in zip(exported.profile, profile, strict=True):
+            old.replace(new)
     outcome.exported = replace(exported, path=path, files=tuple(files), profile=tuple(profile))
     if outcome.verification is not None:
         outcome.verification = replace(outcome.verification, path=path)
+
+
+def _unverified(out: Path, *, is_folder: bool) -> Path:
+    """Returns what an output is called until it is verified; a folder is a new one."""
+    if is_folder:
+        return Path(tempfile.mkdtemp(prefix=f"{out.name}.unverified.", dir=out.parent))
+    return out.with_name(f"{out.stem}.unverified{out.suffix}")
 
 
 def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -155,18 +154,17 @@ def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None)
     return [path, new]
 
 
-def move_into(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Moves the files of a folder, the model first, into another one beside it, and removes it.
+def move_folder(old: Path, new: Path, last: Path) -> None:
+    """Moves all files of a folder into another one beside it, and removes what is left of it.
 
-    The model takes its place last, so that what it refers to is there. Returns the new paths.
+    ``last`` takes its place last, so that what it refers to is there.
     """
-    old = Path(os.path.commonpath([file.parent for file in files]))
-    moved = [folder / file.relative_to(old) for file in files]
-    for file, new in zip(reversed(files), reversed(moved), strict=True):
-        new.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(new)
+    files = [file for file in old.rglob("*") if file.is_file() and file != last]
+    for file in (*files, last):
+        moved = new / file.relative_to(old)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(moved)
     shutil.rmtree(old)
-    return moved
 
 
 def _move_out(values: Sequence[ir.Value], path: Path, total: int) -> None:

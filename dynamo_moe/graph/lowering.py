@@ -11,6 +11,7 @@ import onnx_ir.passes.common as common_passes
 from dynamo_moe.files.block_functions import has_moe_in_blocks
 from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe
 from dynamo_moe.moe_nodes.targets.record import Target
+from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
 from dynamo_moe.operators.registry import find, operators
 from dynamo_moe.operators.user_bodies import content, omit_absent, prepare_body
 
@@ -75,6 +76,11 @@ def notes(model: ir.Model, activations: Collection[str], target: Target) -> list
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
+    if any(ONNXRUNTIME_ATTENTION.is_of(node.domain, node.op_type) for node in model.graph):
+        messages.append(
+            "GroupQueryAttention of ONNX Runtime takes several tokens after others for one "
+            "sequence at a time, not for a batch"
+        )
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     if has_moe_in_blocks(model):
         messages.append(

@@ -25,17 +25,11 @@ FORMATS: tuple[str, ...] = get_args(FolderFormat)
 # Where each looks for the model.
 _MODELS = {"genai": "model.onnx", "transformers": "onnx/model.onnx"}
 
+# What a tokenizer's files are called in a checkpoint's folder.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "tekken.json", "tokenization_*.py", "chat_template.*"),
+    "additional_chat_templates/*",
 )
 # How tokens are chosen, where transformers and onnxruntime-genai have one name for it.
 _SEARCH = {
@@ -60,9 +54,14 @@ class RuntimeFolder:
     def __init__(self, path: str | os.PathLike[str], kind: FolderFormat) -> None:
         """Makes the folder, if there is none."""
         self._path, self._kind = Path(path), kind
-        self._path.mkdir(exist_ok=True)
         self.model_path = self._path / _MODELS[kind]
-        self.model_path.parent.mkdir(exist_ok=True)
+        self.model_path.parent.mkdir(parents=True, exist_ok=True)
+
+    def removed_if_empty(self) -> None:
+        """Removes what is left of an export that failed, but for a folder with files in it."""
+        for folder in (self.model_path.parent, self._path):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
     def complete(
         self,
@@ -85,6 +84,7 @@ class RuntimeFolder:
         Returns:
             All files, and notes for a user.
         """
+        self._remove_old_weights(files)
         if self._kind == "genai":
             written = [self._write("genai_config.json", _genai_config(model, cache, shared_cache))]
         else:
@@ -94,30 +94,44 @@ class RuntimeFolder:
         missing = "no tokenizer was found beside the weights: pass tokenizer, or add its files"
         return [*files, *written, *copied], [] if copied else [missing]
 
+    def _remove_old_weights(self, files: Sequence[Path]) -> None:
+        """Removes weights beside the model that an earlier one had there."""
+        if len(files) == 1:
+            for end in (".data", "_data"):
+                self.model_path.with_name(self.model_path.name + end).unlink(missing_ok=True)
+
     def _configs(self, model: PreTrainedModel, *, has_data: bool) -> Iterator[Path]:
+        web = {"transformers.js_config": {"use_external_data_format": True}} if has_data else {}
+        own = self._path / "config.json"
+        if own.is_file() and _is_folder_of(model, self._path):  # Its checkpoint needs all of it.
+            yield self._write("config.json", {**json.loads(own.read_text("utf-8")), **web})
+            return
         config = model.config.to_diff_dict()
         config.pop("quantization_config", None)  # The file's weights are what they are.
-        if has_data:
-            config["transformers.js_config"] = {"use_external_data_format": True}
-        yield self._write("config.json", config)
+        yield self._write("config.json", {**config, **web})
         if model.generation_config is not None:
             yield self._write("generation_config.json", model.generation_config.to_diff_dict())
 
     def _tokenizer(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ) -> list[Path]:
+        if tokenizer is None and _is_folder_of(model, self._path):
+            return _tokenizer_files(self._path)
         with tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=self._path) as folder:
-            source = Path(folder) if tokenizer is not None else Path(model.name_or_path or ".")
+            source, parts = Path(folder) / "all", Path(folder) / "parts"
             if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            elif not (source / "config.json").is_file():
-                return []
-            found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-            for name in found:
-                part = Path(folder) / f"{name}.part"
-                shutil.copyfile(source / name, part)
-                part.replace(self._path / name)
-        return [self._path / name for name in found]
+                tokenizer.save_pretrained(source)
+                found = [file for file in source.rglob("*") if file.is_file()]
+            else:
+                source = Path(model.name_or_path or ".")
+                found = _tokenizer_files(source) if (source / "config.json").is_file() else []
+            names = [file.relative_to(source) for file in found]
+            for name in names:
+                for new in (parts / name, self._path / name):
+                    new.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / name, parts / name)
+                (parts / name).replace(self._path / name)
+        return [self._path / name for name in names]
 
     def _write(self, name: str, content: Mapping[str, Any]) -> Path:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self._path) as folder:
@@ -126,8 +140,25 @@ class RuntimeFolder:
             return part.replace(self._path / name)
 
 
-def check_folder(path: str | os.PathLike[str], kind: FolderFormat | None) -> None:
+def _is_folder_of(model: PreTrainedModel, path: Path) -> bool:
+    """Whether a folder is the one of a model's checkpoint."""
+    name = model.name_or_path
+    return bool(name) and Path(str(name)).resolve() == path.resolve()
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return sorted({file for name in _TOKENIZER_FILES for file in folder.glob(name)})
+
+
+def check_folder(
+    path: str | os.PathLike[str], kind: FolderFormat | None, *, links: bool = False
+) -> None:
     """Checks that there is such a format, and can be a folder at ``path``.
+
+    Args:
+        path: The folder.
+        kind: The format; None: no folder is wanted.
+        links: Whether weights should stay in other files.
 
     Raises:
         ValueError: If there is no such format.
@@ -143,6 +174,8 @@ def check_folder(path: str | os.PathLike[str], kind: FolderFormat | None) -> Non
         raise NotADirectoryError(f"{path} is a file; name a folder")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"no folder {path.parent} to make {path.name} in")
+    if links:
+        raise ValueError("a folder for a runtime holds its weights: leave out link_weights")
 
 
 def check_genai(model: PreTrainedModel, cache: ModelCache | None) -> None:
@@ -155,6 +188,10 @@ def check_genai(model: PreTrainedModel, cache: ModelCache | None) -> None:
     if cache is None:
         raise ValueError("onnxruntime-genai needs a cache: task text-generation-with-past")
     for kept in cache.tensors:
+        if kept.window is not None:
+            raise ValueError(
+                "onnxruntime-genai keeps all tokens in all layers: leave out bounded_windows"
+            )
         if kept.role not in ("key", "value") or not kept.grows:
             raise ValueError(
                 f"onnxruntime-genai keeps keys and values alone, but layer {kept.layer} of {name} "

@@ -107,7 +107,7 @@ def export_language_model(
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
-    check_folder(path, folder)
+    check_folder(path, folder, links=options.get("link_weights", False))
     with performing(model, task, bounded_windows=bounded_windows):
         _check_beginning(model)
         if folder is None:
@@ -118,7 +118,10 @@ def export_language_model(
             options.setdefault("target", "onnxruntime")
             options.setdefault("shared_cache", options["target"] == "onnxruntime")
         written = RuntimeFolder(path, folder)
-        report = _export(model, written.model_path, task, options)
+        try:
+            report = _export(model, written.model_path, task, options)
+        finally:
+            written.removed_if_empty()
         files, notes = written.complete(
             model,
             report.files,
@@ -368,6 +371,8 @@ def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
 
     def forward(input_ids: Tensor, attention_mask: Tensor) -> Any:
         outputs = original(input_ids=input_ids, attention_mask=attention_mask, **options)
+        if not hasattr(outputs, name):
+            raise ValueError(f"{type(model).__name__} gives no {name}: choose another task")
         return getattr(outputs, name)
 
     return forward

@@ -15,8 +15,10 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import dynamo_moe
+from dynamo_moe.cli import app
 from moe_architectures import ARCHITECTURES
 
 PROMPT, OTHER = [1, 17, 42, 5, 33], [9, 8]
@@ -280,3 +282,91 @@ def test_no_tokenizer_is_said(tmp_path: Path) -> None:
     assert "no tokenizer was found beside the weights: pass tokenizer, or add its files" in (
         report.notes
     )
+
+
+def test_a_folder_that_is_the_checkpoints_own(tmp_path: Path) -> None:
+    """Its config.json says how the checkpoint is quantised, and stays."""
+    folder = tmp_path / "checkpoint"
+    made("mixtral").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "a_note": "kept"}))
+    tokenizer().save_pretrained(folder)
+    opened = dynamo_moe.open_checkpoint(folder)
+    dynamo_moe.convert(opened)
+    options: Any = {"folder": "transformers", "external_data": True}
+    report = dynamo_moe.export_language_model(opened, folder, **options)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["a_note"] == "kept"
+    assert config["transformers.js_config"] == {"use_external_data_format": True}
+    assert folder / "tokenizer.json" in report.files
+    dynamo_moe.open_checkpoint(folder)
+    # Weights inside the file: those beside it would be of an earlier one.
+    dynamo_moe.export_language_model(opened, folder, folder="transformers", external_data=False)
+    assert [file.name for file in (folder / "onnx").iterdir()] == ["model.onnx"]
+
+
+def test_no_folder_is_left_by_an_export_that_fails(tmp_path: Path) -> None:
+    model = made("mixtral")
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match="shared_cache needs"):
+        dynamo_moe.export_language_model(model, tmp_path / "x", folder="genai", fuse=False)
+    with pytest.raises(ValueError, match="leave out link_weights"):
+        dynamo_moe.export_language_model(
+            model, tmp_path / "x", folder="transformers", link_weights=True
+        )
+    assert not (tmp_path / "x").exists()
+
+
+def test_bounded_windows_are_not_for_genai(tmp_path: Path) -> None:
+    model = made("gpt_oss")
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match="leave out bounded_windows"):
+        dynamo_moe.export_language_model(
+            model, tmp_path / "x", folder="genai", bounded_windows=True
+        )
+
+
+def test_layouts_that_need_a_transpose(tmp_path: Path) -> None:
+    """Gemma 3 norms queries and keys after their heads come first."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+        eos_token_id=62,
+        pad_token_id=63,
+        bos_token_id=61,
+    )
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    report = dynamo_moe.export_language_model(
+        model, tmp_path / "genai", folder="genai", tokenizer=tokenizer()
+    )
+    assert report.nodes["com.microsoft::GroupQueryAttention"] == 2
+    assert dynamo_moe.verify(report.path, model).passed
+    genai = Genai(tmp_path / "genai")
+    assert genai.finished(genai.start([PROMPT], 24)) == continued(model, PROMPT, 24)
+
+
+def test_the_command_line(opened: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = opened
+    checkpoint, out = folder.parent / "checkpoint", tmp_path / "out"
+    mine = tmp_path / "out.unverified" / "mine.txt"
+    mine.parent.mkdir()
+    mine.touch()
+    out.mkdir()
+    (out / "notes.txt").touch()
+    run = CliRunner().invoke(
+        app, ["export", str(checkpoint), str(out), "--format", "genai", "--verify", "--json"]
+    )
+    assert run.exit_code == 0, run.output
+    assert sorted(file.name for file in out.iterdir()) == [
+        *("chat_template.jinja", "genai_config.json", "model.onnx", "notes.txt"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
+    assert mine.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.unverified"]

@@ -80,8 +80,13 @@ def test_position_ids_are_given_to_files_that_take_them(
         ([[0.5]], None, {}, "got float64"),
         (np.zeros((2, 0), np.int64), None, {}, r"at least one token, got int64 \[2, 0\]"),
         ([[5, 9]], [[1]], {}, r"shape \[1, 2\], got \[1, 1\]"),
-        ([[5, 9], [5, 9]], [[1, 1], [1, 0]], {}, "on the left: row 1 of attention_mask ends with"),
-        ([[5, 9]], None, {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[5, 9], [5, 9]], [[1, 1], [1, 0]], {}, "on the left: row 1 of attention_mask has 0"),
+        (
+            [[5, 9]],
+            None,
+            {"max_new_tokens": 0},
+            "max_new_tokens must be an integer of at least 1, got 0",
+        ),
     ],
 )
 def test_prompts_are_checked(
