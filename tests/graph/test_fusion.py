@@ -85,6 +85,12 @@ def divided_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True) + 1e-5) * weight
 
 
+def gemma4_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)
+    return (wide * weight.float()).type_as(x)
+
+
 def cohere_norm(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.to(torch.float32)
     centred = wide - wide.mean(-1, keepdim=True)
@@ -108,7 +114,7 @@ def norm_of_cubes(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-@pytest.mark.parametrize("norm", [llama_norm, gemma_norm, divided_norm])
+@pytest.mark.parametrize("norm", [llama_norm, gemma_norm, gemma4_norm, divided_norm])
 @pytest.mark.parametrize("sizes", [(B, S, 16), (S, 16), (B, S, H, 16)])
 def test_norms(norm: Any, sizes: tuple[int, ...], tmp_path: Path) -> None:
     weight = torch.rand(16) + 0.5

@@ -58,11 +58,11 @@ def _normalized(value: ir.Value) -> tuple[ir.Value, float] | None:
     In half precision it is computed in float32, and rounded before it is multiplied.
     """
     rounding = only_use(value, "Cast")
-    division = only_use(value if rounding is None else rounding.inputs[0], "Div")
+    division = _over_root(value if rounding is None else operand(rounding, 0))
     if division is None:
         return None
-    x = operand(division, 0)
-    epsilon = _epsilon_of_root(operand(division, 1), x)
+    x, total = division
+    epsilon = _epsilon(total, x)
     if epsilon is None:
         return None
     if rounding is None:
@@ -73,10 +73,22 @@ def _normalized(value: ir.Value) -> tuple[ir.Value, float] | None:
     return (operand(widening, 0), epsilon) if x.dtype == ir.DataType.FLOAT else None
 
 
-def _epsilon_of_root(value: ir.Value, x: ir.Value) -> float | None:
-    """Returns epsilon if a value is ``sqrt(mean(x * x) + epsilon)`` over the last axis."""
-    root = maker(value, "Sqrt")
-    for mean, epsilon in both_orders(maker(root.inputs[0], "Add") if root is not None else None):
+def _over_root(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Returns x and y of ``x / sqrt(y)``, which may be written ``x * y**-0.5``."""
+    division = only_use(value, "Div")
+    root = None if division is None else maker(division.inputs[1], "Sqrt")
+    if division is not None and root is not None:
+        return operand(division, 0), operand(root, 0)
+    for x, factor in both_orders(only_use(value, "Mul")):
+        power = maker(factor, "Pow")
+        if power is not None and scalar(power.inputs[1]) == -0.5:
+            return x, operand(power, 0)
+    return None
+
+
+def _epsilon(total: ir.Value, x: ir.Value) -> float | None:
+    """Returns epsilon if a value is ``mean(x * x) + epsilon`` over the last axis."""
+    for mean, epsilon in both_orders(maker(total, "Add")):
         reduce = maker(mean, "ReduceMean")
         if reduce is None or scalar(epsilon) is None or not reduces_last_axis(reduce, x):
             continue
