@@ -189,6 +189,14 @@ def torchlib(opset: int) -> Any:
         return ONNXRegistry.from_torchlib(opset_version=opset)
 
 
+def translate_as_in(registry: Any, operator: Any, opset: int) -> None:
+    """Gives a registry an operator's translation of another opset."""
+    functions = torchlib(opset).functions
+    for key in (operator, operator.name()):  # Which of the two is PyTorch's own choice.
+        if key in functions:
+            registry.functions[key] = [*functions[key]]
+
+
 def decomposition_table(registry: Any) -> dict[Any, Any]:
     """Returns PyTorch's decompositions of the operators that a registry has no translation for."""
     translated = set(_decomp.get_onnx_implemented_overloads(registry))

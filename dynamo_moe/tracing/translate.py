@@ -151,6 +151,10 @@ def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict
     """Returns translations of operators, ``added`` among them, and the others' decompositions."""
     registry = copy.copy(exporter.torchlib(opset))
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
+    # From opset 23 on it would be an Attention, also where that does not take the operands, and for
+    # runtimes that have it in some dtypes alone. It is written out, and fused where it fits.
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    exporter.translate_as_in(registry, attention, 18)
     for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
     for target, translation in TRANSLATIONS.items():

@@ -342,7 +342,8 @@ def test_booleans_as_a_mask(sizes: tuple[int, ...], target: Any, tmp_path: Path)
     mask = torch.rand(sizes) > 0.4
     mask[..., 0] = True
     options = {"target": target, "opset": 23, "dynamic_shapes": None}
-    assert fused(by_operator, (Q, KV, KV, mask), tmp_path, **options) == {"Attention": 1}
+    expected = {"Attention": 1} if target == "onnxruntime" else {}
+    assert fused(by_operator, (Q, KV, KV, mask), tmp_path, **options) == expected
 
 
 def test_half_precision(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dynamo_moe.graph.fusion.attention_forms import (
     without_repeats,
 )
 from dynamo_moe.graph.fusion.grouped_attention import can_be_grouped, grouped_attention
-from dynamo_moe.graph.fusion.masks import above_least, with_rows
+from dynamo_moe.graph.fusion.masks import above_least, seen_keys, with_rows
 from dynamo_moe.graph.fusion.rotary import HEADS_FIRST, flattened
 from dynamo_moe.graph.matching import Writer, dimensions, maker, operand, permutation, typed
 
@@ -138,7 +138,8 @@ def _standard(
     """Adds the standard's Attention of queries, keys and values, before the node it replaces."""
     mask = attention.mask
     if mask is not None:
-        mask = with_rows(writer, node, above_least(writer, node, mask), attention.queries)
+        mask = seen_keys(mask) if attention.gives_zeros else above_least(writer, node, mask)
+        mask = with_rows(writer, node, mask, attention.queries)
     inputs = [*tensors, mask, *(cache.past for cache in caches)]
     while inputs[-1] is None:
         inputs.pop()

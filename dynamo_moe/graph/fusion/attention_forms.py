@@ -50,6 +50,7 @@ class Attention:
         scale: A factor.
         softcap: ``softcap * tanh(x / softcap)`` bounds what is scaled; 0 for no bound.
         sinks: Scores of one more key, whose value is zero, [1, H, 1, 1]: gpt-oss's attention sinks.
+        gives_zeros: Whether a token that sees no key gets zeros, and not the mean of all values.
     """
 
     queries: ir.Value
@@ -59,6 +60,7 @@ class Attention:
     scale: float
     softcap: float = 0.0
     sinks: ir.Value | None = None
+    gives_zeros: bool = False
 
     def options(self) -> dict[str, Any]:
         """Returns the attributes that operators of attention share."""
@@ -150,26 +152,40 @@ def _of_product(writer: Writer, node: ir.Node) -> Attention | None:
         product.scale,
         product.softcap,
         weights.sinks,
+        weights.gives_zeros,
     )
 
 
 class _Weights(NamedTuple):
-    """A softmax's operand, and the sinks that it was taken with."""
+    """A softmax's operand, the sinks that it was taken with, and whether NaN becomes zero."""
 
     scores: ir.Value
-    sinks: ir.Value | None
+    sinks: ir.Value | None = None
+    gives_zeros: bool = False
 
 
 def _weights(value: ir.Value) -> _Weights | None:
     """Returns what a value is the softmax of, over the keys; half precision may be widened."""
     kept = only_use(value, "Slice")
-    softmax = only_use(_uncast(value if kept is None else operand(kept, 0)), "Softmax")
+    weights = _uncast(value if kept is None else operand(kept, 0))
+    guarded = _guarded(weights)
+    softmax = only_use(weights, "Softmax") if guarded is None else maker(guarded, "Softmax")
     if softmax is None or not is_last_axis(softmax.attributes.get_int("axis", -1), value):
         return None
     scores = _uncast(operand(softmax, 0))
     if kept is None:
-        return _Weights(scores, None)
-    return _with_sinks(scores) if _drops_last(kept) else None
+        return _Weights(scores, gives_zeros=guarded is not None)
+    return _with_sinks(scores) if guarded is None and _drops_last(kept) else None
+
+
+def _guarded(value: ir.Value) -> ir.Value | None:
+    """Returns x if a value is x with zeros in place of NaN, which is all that x is used for."""
+    choice = only_use(value, "Where")
+    test = None if choice is None else maker(choice.inputs[0], "IsNaN")
+    if choice is None or test is None or scalar(choice.inputs[1]) != 0:
+        return None
+    inner = operand(choice, 2)
+    return inner if test.inputs[0] is inner and len(inner.uses()) == 2 else None
 
 
 def _uncast(value: ir.Value) -> ir.Value:
@@ -220,20 +236,37 @@ def _product(writer: Writer, value: ir.Value) -> _Product | None:
         return None
     queries, its = _unscaled(operand(product, 0))
     keys, other = _unscaled(operand(product, 1))
-    turned = only_use(keys, "Transpose")
-    if turned is None:
+    by_head = _by_head(writer, keys)
+    if by_head is None:
         return None
-    if permutation(turned) == (0, 1, 3, 2):
-        keys = operand(turned, 0)
-    elif permutation(turned) == (0, 2, 3, 1):  # [B, L, H, D] at once.
-        by_token = operand(turned, 0)
-        order = {"perm": HEADS_FIRST}
-        keys = writer.node(turned, "Transpose", [by_token], order).outputs[0]
-        batch, length, heads, width = dimensions(by_token)
-        typed(keys, by_token, (batch, heads, length, width))
-    else:
+    return _Product(queries, by_head, scale * its * other, softcap)
+
+
+def _by_head(writer: Writer, value: ir.Value) -> ir.Value | None:
+    """Returns [B, H, L, D] of keys [B, H, D, L] that are made of it by turning axes."""
+    sizes = dimensions(value)
+    turned = only_use(value, "Transpose")
+    if turned is not None and permutation(turned) == (0, 1, 3, 2):
+        return operand(turned, 0)
+    if turned is not None and permutation(turned) == (0, 2, 3, 1):  # [B, L, H, D] at once.
+        source, order = operand(turned, 0), {"perm": HEADS_FIRST}
+        keys = writer.node(turned, "Transpose", [source], order).outputs[0]
+        return typed(keys, source, (sizes[0], sizes[1], sizes[3], sizes[2]))
+    # A stack of matrices, as the exporter makes of repeated heads.
+    split = only_use(value, "Reshape")
+    turned = None if split is None else only_use(split.inputs[0], "Transpose")
+    stack = None if turned is None else only_use(turned.inputs[0], "Reshape")
+    if turned is None or stack is None or permutation(turned) != (0, 2, 1):
         return None
-    return _Product(queries, keys, scale * its * other, softcap)
+    source = operand(stack, 0)
+    match sizes, dimensions(stack.outputs[0]), dimensions(source)[:1]:
+        case (batch, int(heads), int(width), int(length)), (_, *matrix), (first,):
+            if first != batch or matrix != [length, width]:
+                return None
+            shape = writer.ints([0, heads, length, width])
+            keys = writer.node(stack, "Reshape", [source, shape]).outputs[0]
+            return typed(keys, value, (batch, heads, length, width))
+    return None
 
 
 def _uncapped(value: ir.Value) -> tuple[ir.Value, float]:

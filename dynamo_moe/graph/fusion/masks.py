@@ -24,6 +24,14 @@ _LEAST = -1e30
 """A number that no score makes up for: what is added to the score of a key that is not seen."""
 
 
+def seen_keys(mask: ir.Value) -> ir.Value:
+    """Returns the booleans that an added mask is made of, 0 for a key that is seen, if it is."""
+    choice = maker(mask, "Where")
+    if choice is None or scalar(choice.inputs[1]) != 0 or scalar(choice.inputs[2]) != -np.inf:
+        return mask
+    return operand(choice, 0)
+
+
 def with_rows(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
     """Returns a mask with a row for each of the tokens of queries [B, H, S, D]."""
     sizes, tokens = dimensions(mask), dimensions(queries)[2]
