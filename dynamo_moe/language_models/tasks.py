@@ -31,6 +31,7 @@ from dynamo_moe.language_models.folders import (
     check_folder,
     check_genai,
 )
+from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.exportable_models import exportable_models
@@ -116,7 +117,8 @@ def export_language_model(
         if folder == "genai":
             check_genai(model, cache)
             options.setdefault("target", "onnxruntime")
-            options.setdefault("shared_cache", options["target"] == "onnxruntime")
+            target = TARGETS.get(options["target"])
+            options.setdefault("shared_cache", target is not None and target.takes_attention)
         written = RuntimeFolder(path, folder)
         try:
             report = _export(model, written.model_path, task, options)

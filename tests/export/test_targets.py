@@ -83,7 +83,8 @@ def test_what_a_record_says_of_its_files(tmp_path: Path, name: str) -> None:
     foreign = {operator for operator in report.nodes if "::" in operator}
     assert wanted <= foreign
     assert target.keeps_nodes or foreign <= wanted
-    assert bool(report.notes) == bool(target.note)
+    own = [note for note in report.notes if "stay packed" not in note]  # What any target says.
+    assert bool(own) == bool(target.note)
     if target.runs_in_onnxruntime:
         assert dynamo_moe.verify(path, model).passed
     else:

@@ -128,10 +128,17 @@ def test_layer_norms(tmp_path: Path) -> None:
     assert fused(cohere_norm, (x,), tmp_path, weights=(weight,)) == {"LayerNormalization": 1}
 
 
-@pytest.mark.parametrize("norm", [llama_norm, gemma_norm])
-def test_norms_in_half_precision(norm: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("norm", "count"), [(llama_norm, 0), (gemma_norm, 1)])
+def test_norms_in_half_precision(norm: Any, count: int, tmp_path: Path) -> None:
+    """One that is rounded before it is multiplied would be rounded elsewhere."""
     weight, x = torch.rand(16).half() + 0.5, torch.randn(B, S, 16).half()
-    assert fused(norm, (x,), tmp_path, weights=(weight,)) == {"RMSNormalization": 1}
+    found = fused(norm, (x,), tmp_path, weights=(weight,))
+    assert found.get("RMSNormalization", 0) == count
+
+
+def test_norms_in_float64_keep_their_nodes(tmp_path: Path) -> None:
+    inputs = (torch.randn(B, S, 16).double(),)
+    assert fused(divided_norm, inputs, tmp_path, weights=(torch.rand(16).double(),)) == {}
 
 
 @pytest.mark.parametrize(

@@ -53,24 +53,17 @@ def _uncentred(value: ir.Value) -> ir.Value | None:
 
 
 def _normalized(value: ir.Value) -> tuple[ir.Value, float] | None:
-    """Returns x and epsilon of ``x / sqrt(mean(x * x) + epsilon)``.
+    """Returns x and epsilon of ``x / sqrt(mean(x * x) + epsilon)``, in float32.
 
-    In half precision it is computed in float32, and rounded before it is multiplied.
+    In half precision runtimes round in other places than a model, and float64 they compute in
+    float32.
     """
-    rounding = only_use(value, "Cast")
-    division = _over_root(value if rounding is None else operand(rounding, 0))
+    division = _over_root(value) if value.dtype == ir.DataType.FLOAT else None
     if division is None:
         return None
     x, total = division
     epsilon = _epsilon(total, x)
-    if epsilon is None:
-        return None
-    if rounding is None:
-        return x, epsilon
-    widening = maker(x, "Cast")
-    if widening is None or operand(widening, 0).dtype != value.dtype:
-        return None
-    return (operand(widening, 0), epsilon) if x.dtype == ir.DataType.FLOAT else None
+    return None if epsilon is None else (x, epsilon)
 
 
 def _over_root(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
