@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
@@ -20,7 +21,7 @@ from torch import Tensor
 from custom_ops.dtypes import KERNEL_FLOATS
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from custom_ops.weight_formats import SCALES, ZERO_POINTS
-from dynamo_moe.moe_nodes.nodes import module_of, set_module
+from dynamo_moe.graph.matching import Writer, typed
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
 from dynamo_moe.weights.packed_tensors import is_decoding, packed_matrix
 from dynamo_moe.weights.placeholders import Lazies, as_ir
@@ -53,26 +54,24 @@ def dequantize_weights(model: ir.Model) -> set[str]:
     Returns:
         The names of the initializers that hold packed weights.
     """
-    graph = model.graph
+    graph, writer = model.graph, Writer(model.graph, "dequantized")
     added: set[str] = set()
-    places: dict[tuple[int, int], ir.Value] = {}
     for weight in list(graph.initializers.values()):
-        if not _is_decoded(weight):
+        decoded = _decoded(weight)
+        if decoded is None:
             continue
         try:
-            matrix = _matrix_of(weight, model.opset_imports[""])
+            matrix = _matrix_of(weight, decoded, model.opset_imports[""])
         except _LeftError:
             continue
         users = [node for node, _ in weight.uses()]
         inputs = _initializers(str(weight.name), matrix)
         for user in users:
-            _dequantize(user, matrix, inputs, places)
+            _dequantize(writer, user, matrix, inputs)
         graph.initializers.pop(str(weight.name))
         for value in inputs:
             graph.register_initializer(value)
             added.add(str(value.name))
-    for value in places.values():
-        graph.register_initializer(value)
     return added
 
 
@@ -105,9 +104,10 @@ def _left(model: ir.Model) -> list[str]:
     """Says which packed matrices are decoded, one for each reason."""
     found: dict[str, str] = {}
     for weight in model.graph.initializers.values():
-        if weight.uses() and _is_decoded(weight):
+        decoded = _decoded(weight)
+        if weight.uses() and decoded is not None:
             try:
-                _matrix_of(weight, model.opset_imports[""])
+                _matrix_of(weight, decoded, model.opset_imports[""])
             except _LeftError as error:
                 found.setdefault(str(error), str(weight.name))
     return [f"packed weights such as {name} are decoded: {why}" for why, name in found.items()]
@@ -158,18 +158,19 @@ class _Matrix(NamedTuple):
         return self.dtype if scales == self.dtype else torch.float32
 
 
-def _is_decoded(weight: ir.Value) -> bool:
+def _decoded(weight: ir.Value) -> LazyTensor | None:
+    """Returns the values of a matrix that is decoded from packed tensors; None if it is not."""
     raw = getattr(weight.const_value, "raw", None)
-    return isinstance(raw, LazyTensor) and raw.ndim == 2 and is_decoding(raw)
+    is_matrix = isinstance(raw, LazyTensor) and raw.ndim == 2 and is_decoding(raw)
+    return raw if is_matrix else None
 
 
-def _matrix_of(weight: ir.Value, opset: int) -> _Matrix:
+def _matrix_of(weight: ir.Value, raw: LazyTensor, opset: int) -> _Matrix:
     """Returns the packed matrix of a decoded weight.
 
     Raises:
         _LeftError: If it cannot take the weight's place.
     """
-    raw: LazyTensor = getattr(weight.const_value, "raw")  # noqa: B009  Not all tensors have it.
     uses = {_lies_by_rows(node) if index == 1 else None for node, index in weight.uses()}
     if len(uses) != 1 or None in uses or weight.is_graph_output():
         raise _LeftError("other operators than products use them")
@@ -234,81 +235,46 @@ def _without_one(blocks: Tensor) -> Tensor:
     return blocks.reshape(-1) if blocks.shape[0] == 1 else blocks
 
 
-def _dequantize(
-    user: ir.Node,
-    matrix: _Matrix,
-    inputs: Sequence[ir.Value],
-    places: dict[tuple[int, int], ir.Value],
-) -> None:
-    """Gives a product the matrix that is read from a weight's initializers.
-
-    Args:
-        user: The product.
-        matrix: The packed matrix.
-        inputs: Its initializers.
-        places: By number and size of blocks, which of them each row or column is in; added to.
-    """
-    columns_and_rows = matrix.shape[::-1]
+def _dequantize(writer: Writer, user: ir.Node, matrix: _Matrix, inputs: Sequence[ir.Value]) -> None:
+    """Gives a product the matrix that is read from a weight's initializers."""
+    sizes = matrix.shape[::-1]
     values, scales, *zero_points = inputs
     wide, narrow = map(from_torch_dtype, (matrix.computes_in, matrix.dtype))
-    if scales.dtype != wide:
-        scales = _before(user, "Cast", [scales], scales.shape, wide, to=wide)
-    scales = _spread(user, matrix, scales, places)
+
+    def cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        if value.dtype == dtype:
+            return value
+        result = writer.node(user, "Cast", [value], {"to": dtype}).outputs[0]
+        result.type, result.shape = ir.TensorType(dtype), value.shape
+        return result
+
+    scales = _spread(writer, user, matrix, cast(scales, wide))
     by_rows = matrix.packed.scales.shape[1] == 1
     blocks = {"axis": 1} if by_rows else {"axis": 0, "block_size": matrix.depth}
     read = [values, scales, *zero_points]
-    result = _before(user, "DequantizeLinear", read, columns_and_rows, wide, **blocks)
-    if wide != narrow:
-        result = _before(user, "Cast", [result], columns_and_rows, narrow, to=narrow)
-    user.replace_input_with(1, result)
+    result = writer.node(user, "DequantizeLinear", read, blocks).outputs[0]
+    user.replace_input_with(1, cast(typed(result, scales, sizes), narrow))
     user.attributes.pop("transB", None)
 
 
-def _spread(
-    user: ir.Node, matrix: _Matrix, scales: ir.Value, places: dict[tuple[int, int], ir.Value]
-) -> ir.Value:
+def _spread(writer: Writer, user: ir.Node, matrix: _Matrix, scales: ir.Value) -> ir.Value:
     """Returns scales of which each row has its own, and blocks as many columns each."""
     rows, columns = matrix.shape
     of_rows, of_columns = matrix.packed.scales.shape
     block_rows, block_columns = matrix.block
-    dtype = scales.dtype or ir.DataType.FLOAT
+
+    def gathered(count: int, block: int, axis: int, sizes: tuple[int, ...]) -> ir.Value:
+        places = writer.constant(np.arange(count, dtype=np.int32) // block)
+        node = writer.node(user, "Gather", [scales, places], {"axis": axis})
+        return typed(node.outputs[0], scales, sizes)
+
     if of_columns > 1 and matrix.depth != block_columns:
         of_columns = columns // matrix.depth
-        blocks_C = _blocks(of_columns, block_columns // matrix.depth, places)
-        scales = _before(user, "Gather", [scales, blocks_C], (of_columns, of_rows), dtype, axis=0)
+        scales = gathered(of_columns, block_columns // matrix.depth, 0, (of_columns, of_rows))
     if of_rows != rows:
-        blocks_N = _blocks(rows, block_rows, places)
-        shape = (of_columns, rows) if of_columns > 1 else (rows,)
-        gathered = [scales, blocks_N]
-        scales = _before(user, "Gather", gathered, shape, dtype, axis=len(shape) - 1)
+        sizes = (of_columns, rows) if of_columns > 1 else (rows,)
+        scales = gathered(rows, block_rows, len(sizes) - 1, sizes)
     return scales
-
-
-def _blocks(count: int, block: int, places: dict[tuple[int, int], ir.Value]) -> ir.Value:
-    """Returns the block that each of so many is in, from ``places`` or added to them."""
-    if (count, block) not in places:
-        numbers = torch.arange(count, dtype=torch.int32) // block
-        places[count, block] = _initializer(f"{count}_in_blocks_of_{block}", numbers)
-    return places[count, block]
-
-
-def _before(
-    user: ir.Node,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    shape: Any,
-    dtype: ir.DataType,
-    **attributes: int,
-) -> ir.Value:
-    """Puts a node in front of another, as one of its module, and returns its result."""
-    node = ir.node(op_type, inputs, attributes)
-    set_module(node, module_of(user))
-    result = node.outputs[0]
-    node.name = result.name = f"{user.outputs[0].name}/{inputs[0].name}/{op_type}"
-    result.shape, result.type = ir.Shape(shape), ir.TensorType(dtype)
-    if user.graph is not None:
-        user.graph.insert_before(user, node)
-    return result
 
 
 # --- Bytes ---

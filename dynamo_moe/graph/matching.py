@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.nodes import module_of
 
-Dimension = int | str | None
+Dimension = int | str | object
+"""A size, the name of one, or of one without a name something that is like no other."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """The dtypes that rotary embeddings and attention have in the standard and in ONNX Runtime."""
@@ -75,7 +76,8 @@ def dimensions(value: ir.Value | None) -> tuple[Dimension, ...]:
     """Returns a value's sizes and names of sizes; nothing if its rank is unknown."""
     if value is None or value.shape is None:
         return ()
-    return tuple(size if isinstance(size, int) else size.value for size in value.shape)
+    sizes = (size if isinstance(size, int) else size.value for size in value.shape)
+    return tuple(object() if size is None else size for size in sizes)
 
 
 def are_alike(size: Dimension, other: Dimension) -> bool:
@@ -144,8 +146,9 @@ class Writer:
         graph: The graph.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ir.Graph, name: str) -> None:
+        """Makes a writer whose nodes and values are named after it, as no others in the graph."""
+        self.graph, self._prefix = graph, name
         self._constants: dict[tuple[object, ...], ir.Value] = {}
         self._count = 0
 
@@ -193,10 +196,11 @@ class Writer:
 
     def _name(self, base: str) -> str:
         self._count += 1
-        return f"fusion/{base}_{self._count}"
+        return f"{self._prefix}/{base}_{self._count}"
 
 
 def typed(value: ir.Value, like: ir.Value, sizes: Sequence[Dimension]) -> ir.Value:
     """Gives a value the type of another one and these dimensions; returns it."""
-    value.type, value.shape = like.type, ir.Shape(list(sizes))
+    known = [size if isinstance(size, (int, str)) else None for size in sizes]
+    value.type, value.shape = like.type, ir.Shape(known)
     return value

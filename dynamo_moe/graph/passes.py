@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import rules
+from dynamo_moe.graph.matching import integers
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.foreign import foreign_operator
@@ -149,16 +150,11 @@ def _count_axes_from_the_front(model: ir.Model) -> None:
             axis = node.attributes.get_int("axis", 0)
             node.attributes.add(ir.AttrInt64("axis", axis % rank))
         elif node.op_type.startswith("Reduce") and len(node.inputs) > 1:
-            axes = _constants(node.inputs[1])
+            axes = integers(node.inputs[1])
             if axes and min(axes) < 0 and node.graph is not None:
                 constant = ir.node("Constant", [], {"value_ints": [axis % rank for axis in axes]})
                 node.graph.insert_before(node, constant)
                 node.replace_input_with(1, constant.outputs[0])
-
-
-def _constants(value: ir.Value | None) -> list[int]:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return [] if tensor is None else [int(item) for item in tensor.numpy().flat]
 
 
 def _merge_equal_nodes(model: ir.Model) -> None:

@@ -127,8 +127,9 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         RecordLayers(findings),
         None if target.keeps_nodes else ReplaceNodes(target, findings),
         Simplify(findings, link=link),
+        # Again, as a runtime's own nodes may want weights in another order.
         None if target.keeps_nodes else FoldStackedWeights(),
-        FuseOperators(Fusion(form.fuse, target.takes_attention, form.shared_cache)),
+        FuseOperators(findings, Fusion(form.fuse, target.takes_attention, form.shared_cache)),
         RollRepeats(),
         DequantizeWeights(findings),
         AddBodies(target, form.body) if target.keeps_nodes else None,
@@ -281,10 +282,13 @@ class Simplify(Step):
 
 
 class FuseOperators(Step):
-    """Makes norms, rotary embeddings and attention one node each, where the opset has them."""
+    """Makes norms, rotary embeddings and attention one node each, where the opset has them.
 
-    def __init__(self, wanted: Fusion) -> None:
-        self._wanted = wanted
+    The values of equal blocks' weights decide nothing: a factor of one element is no constant.
+    """
+
+    def __init__(self, findings: Findings, wanted: Fusion) -> None:
+        self._findings, self._wanted = findings, wanted
 
     def requires(self, model: ir.Model) -> None:
         """The graph is simplified: the forms are those that are left."""
@@ -293,8 +297,8 @@ class FuseOperators(Step):
     def change(self, model: ir.Model) -> None:
         """Fuses the operators of the main graph."""
         if model.opset_imports.get("", 0) >= FIRST_OPSET:
-            fuse(model, self._wanted)
-            passes.tidy(model)
+            with values_hidden(model, self._findings.units):
+                fuse(model, self._wanted)
 
     def ensures(self, model: ir.Model) -> None:
         """All constants are initializers, still."""

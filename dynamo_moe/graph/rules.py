@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
-from dynamo_moe.graph.matching import operand
+from dynamo_moe.graph.matching import Dimension, dimensions, maker, operand
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
@@ -204,7 +204,7 @@ class _GatheredInOrder(RewriteRuleClassBase):
 
     def _limits(self, indices: ir.Value, y: ir.Value) -> list[ir.Value] | None:
         """Returns N and L, if the indices are all pairs of ``range(N)`` and ``range(L)``."""
-        join = _producer(indices, "Concat")
+        join = maker(indices, "Concat")
         if (
             join is None
             or len(join.inputs) != 2
@@ -217,10 +217,10 @@ class _GatheredInOrder(RewriteRuleClassBase):
     @staticmethod
     def _limit(value: ir.Value | None, axis: int, y: ir.Value) -> ir.Value | None:
         """Returns the end of a range along an axis that is spread to ``[N, 1, 1, L, 1]``."""
-        pair = _producer(value, "Unsqueeze")
-        wide = None if pair is None else _producer(pair.inputs[0], "Expand")
-        spread = None if wide is None else _producer(wide.inputs[0], "Unsqueeze")
-        counts = None if spread is None else _producer(spread.inputs[0], "Range")
+        pair = maker(value, "Unsqueeze")
+        wide = None if pair is None else maker(pair.inputs[0], "Expand")
+        spread = None if wide is None else maker(wide.inputs[0], "Unsqueeze")
+        counts = None if spread is None else maker(spread.inputs[0], "Range")
         if pair is None or wide is None or spread is None or counts is None:
             return None
         in_order = (
@@ -276,25 +276,19 @@ class _NeverNaN(_Unchanged):
         return op.Where(op.IsNaN(x), zero, x)
 
     def check(self, context: Any, x: ir.Value, zero: ir.Value) -> bool:
-        softmax = _producer(x, "Softmax")
-        scores = _producer(softmax.inputs[0], "Add") if softmax is not None else None
+        softmax = maker(x, "Softmax")
+        scores = maker(softmax.inputs[0], "Add") if softmax is not None else None
         if scores is None or x.dtype not in _WIDE or not _is_finite_scalar(zero):
             return False
         return any(
-            _producer(product, "MatMul") is not None and self._is_finite_mask(mask)
+            maker(product, "MatMul") is not None and self._is_finite_mask(mask)
             for product, mask in (scores.inputs, reversed(scores.inputs))
         )
 
     @staticmethod
     def _is_finite_mask(value: ir.Value | None) -> bool:
-        node = _producer(value, "Where")
+        node = maker(value, "Where")
         return node is not None and all(map(_is_finite_scalar, node.inputs[1:]))
-
-
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Returns the node of the standard's operator that a value comes from, if that is this one."""
-    node = value.producer() if value is not None else None
-    return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
 
 
 def _is_finite_scalar(value: ir.Value | None) -> bool:
@@ -302,12 +296,8 @@ def _is_finite_scalar(value: ir.Value | None) -> bool:
     return tensor is not None and not tensor.shape.dims and bool(np.isfinite(tensor.numpy()))
 
 
-def _dimensions(value: ir.Value) -> tuple[object, ...] | None:
-    """Returns sizes and names; a dimension without a name is like no other."""
-    if value.shape is None:
-        return None
-    sizes = (size if isinstance(size, int) else size.value for size in value.shape)
-    return tuple(object() if size is None else size for size in sizes)
+def _dimensions(value: ir.Value) -> tuple[Dimension, ...] | None:
+    return None if value.shape is None else dimensions(value)
 
 
 def _constants(value: ir.Value) -> list[int]:

@@ -189,12 +189,13 @@ def torchlib(opset: int) -> Any:
         return ONNXRegistry.from_torchlib(opset_version=opset)
 
 
-def translate_as_in(registry: Any, operator: Any, opset: int) -> None:
-    """Gives a registry an operator's translation of another opset."""
+def translation(operator: Any, opset: int) -> Callable[..., Any]:
+    """Returns the exporter's own translation of an operator to an opset."""
     functions = torchlib(opset).functions
-    for key in (operator, operator.name()):  # Which of the two is PyTorch's own choice.
-        if key in functions:
-            registry.functions[key] = [*functions[key]]
+    # Which of the two is the key differs among operators.
+    [known] = functions.get(operator) or functions[operator.name()]
+    function: Callable[..., Any] = known.onnx_function
+    return function
 
 
 def decomposition_table(registry: Any) -> dict[Any, Any]:

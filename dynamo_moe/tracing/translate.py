@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -101,7 +102,7 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
         verbose=False,
         optimize=False,
         opset_version=opset,
-        custom_translation_table=onnx_translation_table(),
+        custom_translation_table={**onnx_translation_table(), **_attention(opset)},
     )
     if onnx_program is None:  # The type allows it; with dynamo=True it never happens.
         raise torch.onnx.OnnxExporterError("torch.onnx.export returned no program")
@@ -151,15 +152,21 @@ def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict
     """Returns translations of operators, ``added`` among them, and the others' decompositions."""
     registry = copy.copy(exporter.torchlib(opset))
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
-    # From opset 23 on it would be an Attention, also where that does not take the operands, and for
-    # runtimes that have it in some dtypes alone. It is written out, and fused where it fits.
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    exporter.translate_as_in(registry, attention, 18)
     for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
-    for target, translation in TRANSLATIONS.items():
+    for target, translation in {**TRANSLATIONS, **_attention(opset)}.items():
         registry.register_op(target, translation, is_complex=False)
     return registry, exporter.decomposition_table(registry)
+
+
+def _attention(opset: int) -> dict[Any, Callable[..., Any]]:
+    """Returns the translation of PyTorch's attention by which it is written out at every opset.
+
+    From 23 on it would be an Attention, also where that does not take the operands, and for
+    runtimes that have it in some dtypes alone. What is written out is fused where it fits.
+    """
+    operator = torch.ops.aten.scaled_dot_product_attention.default
+    return {operator: exporter.translation(operator, min(opset, 22))}
 
 
 def _renamed(program: ExportedProgram, module: fx.GraphModule) -> Any:

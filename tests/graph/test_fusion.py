@@ -585,3 +585,33 @@ def test_sinks_at_a_fixed_length(tmp_path: Path) -> None:
     inputs = (Q[:1], KV[:1], KV[:1], torch.randn(1, 1, S, S + 3), *CACHE)
     found = fused(with_sinks, inputs, tmp_path, weights=(torch.randn(H),), dynamic_shapes="batch")
     assert found == {"GroupQueryAttention": 1}
+
+
+# --- Equal blocks ---
+
+
+class Scaled(nn.Module):
+    """A block whose attention and norm have factors that are weights of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(H * D, H * D, bias=False) for _ in range(3))
+        self.scale, self.epsilon = (nn.Parameter(torch.tensor(0.3)) for _ in range(2))
+        self.weight = nn.Parameter(torch.rand(H * D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * self.weight
+        q, k, v = (heads(linear(normed), H) for linear in (self.q, self.k, self.v))
+        return x + merged((q @ k.mT * self.scale).softmax(-1) @ v)
+
+
+def test_no_weight_of_a_block_decides_for_others(tmp_path: Path) -> None:
+    """The blocks that are traced have equal factors, and a further one has not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(6))).eval()
+    with torch.no_grad():
+        model[-1].scale.fill_(2.5)
+        model[-1].epsilon.fill_(9.0)
+    report = dynamo_moe.export(model, Q, tmp_path / "m.onnx", target="onnxruntime")
+    assert report.blocks == ("6 of Scaled: 3 traced",)
+    assert dynamo_moe.verify(report.path, model).passed

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from dynamo_moe.graph import passes
-from dynamo_moe.graph.fusion.attention import fuse_attention, give_masks_rows
+from dynamo_moe.graph.fusion.attention import fuse_attention
 from dynamo_moe.graph.fusion.norms import fuse_norms
 from dynamo_moe.graph.fusion.rotary import fuse_rotary_embeddings
 from dynamo_moe.graph.fusion.shared_cache import share_cache
@@ -39,8 +39,6 @@ class Fusion(NamedTuple):
 def fuse(model: ir.Model, fusion: Fusion) -> None:
     """Makes norms, rotary embeddings and attention of the main graph one node each, in place.
 
-    Masks of what is one node already become such that ONNX Runtime takes them.
-
     Args:
         model: The model, simplified.
         fusion: How far to go.
@@ -48,7 +46,7 @@ def fuse(model: ir.Model, fusion: Fusion) -> None:
     Raises:
         ValueError: If the cache cannot be shared.
     """
-    writer = Writer(model.graph)
+    writer = Writer(model.graph, "fused")
     if fusion.operators:
         fuse_norms(writer)
         fuse_rotary_embeddings(writer)
@@ -56,7 +54,7 @@ def fuse(model: ir.Model, fusion: Fusion) -> None:
         fuse_attention(writer, grouped=fusion.shared_cache)
         if any(node.domain == ONNXRUNTIME_ATTENTION.domain for node in model.graph):
             model.opset_imports.setdefault(ONNXRUNTIME_ATTENTION.domain, 1)
-    give_masks_rows(writer)
+    passes.tidy(model)
     if fusion.shared_cache:
-        passes.tidy(model)
         share_cache(writer)
+        passes.tidy(model)

@@ -5,6 +5,7 @@ Legend: B batch, S new tokens, H heads, D width of a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -36,14 +37,6 @@ def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
             _fuse(writer, node, without_repeats(attention), grouped=grouped)
 
 
-def give_masks_rows(writer: Writer) -> None:
-    """Gives masks of Attention a row for each token: ONNX Runtime 1.31 refuses one row for all."""
-    for node in list(writer.graph):
-        attention = attention_of(writer, node) if node.op_type == "Attention" else None
-        if attention is not None and attention.mask is not None:
-            node.replace_input_with(3, with_rows(writer, node, attention.mask, attention.queries))
-
-
 def _fuse(writer: Writer, node: ir.Node, attention: Attention, *, grouped: bool) -> None:
     heads, groups = dimensions(attention.queries)[1], dimensions(attention.keys)[1]
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
@@ -51,26 +44,28 @@ def _fuse(writer: Writer, node: ir.Node, attention: Attention, *, grouped: bool)
     caches = caches_of(node, attention)
     new = [cache.new for cache in caches] or [attention.keys, attention.values]
     tensors = [attention.queries, *new]
-    merged, by_token = _merged_result(node), _by_token(tensors)
-    if can_be_grouped(attention, caches) and (grouped or attention.sinks is not None):
+    replaced, by_token = _merged_result(node), _by_token(tensors)
+    wants_own = grouped or attention.sinks is not None
+    if wants_own and attention.mask is not None and can_be_grouped(attention, caches):
         flat = [_flat(writer, node, tensor) for tensor in tensors]
-        fused = grouped_attention(writer, node, attention, flat, caches)
-        whole = merged is not None
+        fused = grouped_attention(writer, node, attention, attention.mask, flat, caches)
+        result = fused.outputs[0]
+        if replaced is None:
+            replaced, result = node.outputs[0], _by_heads(writer, node, result)
     elif attention.sinks is not None:
         return
-    elif merged is not None and by_token is not None:
-        flat = [flattened(writer, node, value) for value in by_token]
-        counts = {"q_num_heads": heads, "kv_num_heads": groups}
-        fused, whole = _standard(writer, node, attention, flat, caches, counts), True
     else:
-        fused, whole = _standard(writer, node, attention, tensors, caches, {}), True
-        merged = node.outputs[0]
+        counts = {}
+        if replaced is not None and by_token is not None:  # Heads stay side by side.
+            tensors = [flattened(writer, node, value) for value in by_token]
+            counts = {"q_num_heads": heads, "kv_num_heads": groups}
+        else:
+            replaced = node.outputs[0]
+        fused = _standard(writer, node, attention, tensors, caches, counts)
+        result = fused.outputs[0]
     for cache, present in zip(caches, fused.outputs[1:], strict=True):
         writer.replace(cache.present, present)
-    if whole and merged is not None:
-        writer.replace(merged, fused.outputs[0])
-    else:
-        writer.replace(node.outputs[0], _by_heads(writer, node, fused.outputs[0]))
+    writer.replace(replaced, result)
 
 
 def _flat(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
@@ -85,10 +80,11 @@ def _flat(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
 
 def _by_heads(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
     """Returns [B, S, H * D] as a node's result [B, H, S, D]."""
-    batch, heads, tokens, width = dimensions(before.outputs[0])
     like = before.outputs[0]
-    typed(value, like, (batch, tokens, int(heads or 0) * int(width or 0)))
-    sizes = writer.ints([0, 0, int(heads or 0), int(width or 0)])
+    batch, heads, tokens, width = dimensions(like)
+    counts = [size for size in (heads, width) if isinstance(size, int)]
+    typed(value, like, (batch, tokens, math.prod(counts)))
+    sizes = writer.ints([0, 0, *counts])
     split = writer.node(before, "Reshape", [value, sizes]).outputs[0]
     typed(split, like, (batch, tokens, heads, width))
     return writer.node(before, "Transpose", [split], {"perm": HEADS_FIRST}).outputs[0]

@@ -45,8 +45,7 @@ class Attention:
         queries: [B, H, S, D].
         keys: [B, H, L, D]; [B, G, L, D] where heads are not repeated yet.
         values: The same, of a width of their own.
-        mask: What is added, or booleans that say which keys a token sees; it broadcasts to
-            [B, H, S, L].
+        mask: What is added; it broadcasts to [B, H, S, L].
         scale: A factor.
         softcap: ``softcap * tanh(x / softcap)`` bounds what is scaled; 0 for no bound.
         sinks: Scores of one more key, whose value is zero, [1, H, 1, 1]: gpt-oss's attention sinks.
@@ -69,12 +68,9 @@ class Attention:
 
 def attention_of(writer: Writer, node: ir.Node) -> Attention | None:
     """Returns the attention whose result [B, H, S, D] a node gives, if it gives one."""
-    if len(dimensions(node.outputs[0])) != _RANK or node.domain:
+    if node.domain or node.op_type != "MatMul" or len(dimensions(node.outputs[0])) != _RANK:
         return None
-    if node.op_type == "Attention":
-        found = _of_operator(node)
-    else:
-        found = _of_product(writer, node) if node.op_type == "MatMul" else None
+    found = _of_product(writer, node)
     return found if found is not None and _fits(found, node.outputs[0]) else None
 
 
@@ -92,10 +88,7 @@ def _fits(attention: Attention, result: ir.Value) -> bool:
             )
         case _:
             return False
-    unknown = None in (batch, heads, tokens, width, length, depth)
-    if unknown or not sizes_fit or attention.scale <= 0:
-        return False
-    if len(dtypes) > 1 or result.dtype not in FLOATS:
+    if not sizes_fit or attention.scale <= 0 or len(dtypes) > 1 or result.dtype not in FLOATS:
         return False
     return attention.mask is None or _mask_fits(attention.mask, (batch, heads, tokens, length))
 
@@ -107,28 +100,6 @@ def _mask_fits(mask: ir.Value, scores: tuple[Dimension, ...]) -> bool:
         return False
     others = zip(sizes[-2::-1], scores[-2::-1], strict=False)
     return all(size == 1 or are_alike(size, other) for size, other in others)
-
-
-def _of_operator(node: ir.Node) -> Attention | None:
-    """Returns the attention of an operator that PyTorch's exporter made: without a cache."""
-    if (
-        len(node.outputs) > 1
-        or len(node.inputs) > _RANK
-        or node.attributes.get_int("is_causal", 0) == 1
-    ):
-        return None
-    queries, keys, values = (operand(node, position) for position in range(3))
-    width = dimensions(queries)[-1]
-    if not isinstance(width, int):
-        return None
-    return Attention(
-        queries,
-        keys,
-        values,
-        node.inputs[3] if len(node.inputs) > 3 else None,
-        node.attributes.get_float("scale", width**-0.5),
-        node.attributes.get_float("softcap", 0.0),
-    )
 
 
 def _of_product(writer: Writer, node: ir.Node) -> Attention | None:

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dynamo_moe.graph.fusion.attention_forms import Attention, Cache
-from dynamo_moe.graph.fusion.masks import added_to_scores, is_causal
+from dynamo_moe.graph.fusion.masks import is_causal, with_rows
 from dynamo_moe.graph.matching import Writer, dimensions, maker, operand, typed
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION
 
@@ -33,6 +33,7 @@ def grouped_attention(
     writer: Writer,
     node: ir.Node,
     attention: Attention,
+    mask: ir.Value,
     tensors: Sequence[ir.Value],
     caches: Sequence[Cache],
 ) -> ir.Node:
@@ -42,24 +43,23 @@ def grouped_attention(
         writer: Of the graph.
         node: The node.
         attention: What it computes.
+        mask: Its mask.
         tensors: Queries, keys and values [B, S, H * D] of the new tokens.
         caches: The caches of keys and of values.
     """
     queries = tensors[0]
-    if attention.mask is None:
-        raise ValueError(f"{node.name!r} has no mask")
-    mask = added_to_scores(writer, node, attention.mask, attention.queries)
+    added = with_rows(writer, node, mask, attention.queries)
     past = [cache.past for cache in caches]
-    lengths = _lengths(writer, node, mask, queries)
+    lengths = _lengths(writer, node, added, queries)
     options: dict[str, Any] = {
         **attention.options(),
         "num_heads": dimensions(attention.queries)[1],
         "kv_num_heads": dimensions(attention.keys)[1],
     }
     # It is causal by itself. ONNX Runtime lets one say that it is not since 1.30.
-    if not is_causal(attention.mask):
+    if not is_causal(mask):
         options["causal"] = 0
-    inputs = [*tensors, *past, *lengths, None, None, None, mask]
+    inputs = [*tensors, *past, *lengths, None, None, None, added]
     if attention.sinks is not None:
         inputs.append(_by_head(writer, node, attention.sinks))
     operator = ONNXRUNTIME_ATTENTION

@@ -19,9 +19,8 @@ from dynamo_moe.graph.matching import (
     typed,
 )
 
-_HALF_FLOOR = -6e4
-_LEAST = -1e30
-"""A number that no score makes up for: what is added to the score of a key that is not seen."""
+_LEAST, _LEAST_OF_HALF = -1e30, -6e4
+"""Numbers that no score makes up for, above the least of float32 and bfloat16, and of float16."""
 
 
 def seen_keys(mask: ir.Value) -> ir.Value:
@@ -53,7 +52,7 @@ def above_least(writer: Writer, node: ir.Node, mask: ir.Value) -> ir.Value:
     """
     if mask.dtype not in FLOATS:
         return mask
-    floor = np.asarray(_HALF_FLOOR if mask.dtype == ir.DataType.FLOAT16 else _LEAST)
+    floor = np.asarray(_LEAST_OF_HALF if mask.dtype == ir.DataType.FLOAT16 else _LEAST)
     bound = writer.constant(floor.astype(mask.dtype.numpy()))
     choice = maker(mask, "Where")
     other = None if choice is None else scalar(choice.inputs[2])
@@ -62,18 +61,6 @@ def above_least(writer: Writer, node: ir.Node, mask: ir.Value) -> ir.Value:
     else:
         new = writer.node(node, "Max", [mask, bound])
     return typed(new.outputs[0], mask, dimensions(mask))
-
-
-def added_to_scores(writer: Writer, node: ir.Node, mask: ir.Value, queries: ir.Value) -> ir.Value:
-    """Returns a mask that is added to scores, with a row for each token, of one that is or says."""
-    mask = with_rows(writer, node, mask, queries)
-    if mask.dtype != ir.DataType.BOOL or queries.dtype is None:
-        return mask
-    zero = np.zeros((), queries.dtype.numpy())
-    least = np.asarray(queries.dtype.min, zero.dtype)
-    choices = writer.constant(zero), writer.constant(least)
-    added = writer.node(node, "Where", [mask, *choices]).outputs[0]
-    return typed(added, queries, dimensions(mask))
 
 
 def is_causal(mask: ir.Value) -> bool:

@@ -5,6 +5,7 @@ Legend: B batch, S tokens, H heads, D width of a head, R how much of it is turne
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -159,7 +160,7 @@ def _fuse(writer: Writer, old: ir.Value, rotation: _Rotation, tables: _Tables) -
 def flattened(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
     """Returns a value [B, S, H, D] as [B, S, H * D]; H and D are numbers."""
     sizes = dimensions(value)
-    merged = int(sizes[2] or 0) * int(sizes[3] or 0)
+    merged = math.prod(size for size in sizes[2:] if isinstance(size, int))
     split = maker(value, "Reshape")
     if split is not None and dimensions(split.inputs[0]) == (*sizes[:2], merged):
         return operand(split, 0)
@@ -169,7 +170,7 @@ def flattened(writer: Writer, before: ir.Node, value: ir.Value) -> ir.Value:
 
 def _with_rest(result: ir.Value, x: ir.Value) -> tuple[int, ir.Value, ir.Value]:
     """Returns R, and result and operand with the rest of the axis that is not turned, if any."""
-    width = int(dimensions(x)[-1] or 0)
+    width = math.prod(size for size in dimensions(x)[-1:] if isinstance(size, int))
     part = slice_of_last_axis(x)
     users = list(result.uses())
     if part is None or part[1] != 0 or len(users) != 1 or result.is_graph_output():
