@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     BUILDER: None,
     PYTORCH: None,
 }
+
+
+class NoFileError(Exception):
+    """The builder does not have a family; the message is its own."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ def export(case: Case, options: dict[str, Any] | None, path: Path) -> None:
     command += ["-i", str(checkpoint), "-o", str(path.parent), "-c", str(path.parent / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not path.exists():
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+        message = done.stderr.strip().rpartition("\n")[2]
+        raise NoFileError(message.replace(str(checkpoint), case.family))
 
 
 def _tokenizer() -> Any:
@@ -183,7 +189,7 @@ def _calls_of_pytorch(case: Case) -> dict[str, Callable[[], Array]]:
             ).logits.numpy()
         return found[:, -1]
 
-    return {name: lambda feed=feed: call(feed) for name, feed in feeds.items()}  # type: ignore[misc]
+    return {name: partial(call, feed) for name, feed in feeds.items()}
 
 
 def _calls_of_file(case: Case, path: Path, *, shared: bool) -> dict[str, Callable[[], Array]]:
@@ -201,13 +207,9 @@ def _calls_of_file(case: Case, path: Path, *, shared: bool) -> dict[str, Callabl
         found: Array = session.run(outputs, {**{name: feed[name] for name in tokens}, **cache})[0]
         return found[:, -1]
 
-    calls: dict[str, Callable[[], Array]] = {
-        name: lambda feed=feed: call(feed)  # type: ignore[misc]
-        for name, feed in feeds.items()
-    }
     if shared:
         return {name: _into_buffers(case, session, feed) for name, feed in feeds.items()}
-    return calls
+    return {name: partial(call, feed) for name, feed in feeds.items()}
 
 
 def _into_buffers(case: Case, session: Any, feed: Mapping[str, Array]) -> Callable[[], Array]:
@@ -248,8 +250,8 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
             with quiet():
                 export(case, options, path)
             found[name] = {"nodes": count_nodes(path)["nodes"]}
-        except Exception as error:  # A family that it does not have, for whatever reason.
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        except NoFileError as error:
+            found[name] = {"error": str(error)}
     taken: dict[str, list[Turn]] = {name: [] for name, row in found.items() if "error" not in row}
     with fresh_processes() as processes:
         for number, name in turns(taken, rounds):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 import typer
 from rich.console import Console
-from rich.text import Text
 from torch import nn
 
 import dynamo_moe
@@ -26,11 +21,9 @@ from dynamo_moe.cli.common import (
     Quiet,
     app,
     failures,
-    message_of,
     need_file,
     need_writable,
     need_writable_folder,
-    print_json,
     print_report,
     step,
 )
@@ -42,6 +35,7 @@ from dynamo_moe.cli.model_loading import (
     parse_dynamic,
     parse_shapes,
 )
+from dynamo_moe.cli.outcomes import Outcome, named_finally, unverified
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
 from dynamo_moe.progress.display import shown
 
@@ -324,13 +318,13 @@ def export(
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
-        need_writable(out) if folder_format is None else need_writable_folder(out)
+        (need_writable if folder_format is None else need_writable_folder)(out)
         if verify:
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
         # A file gets its name only once it is verified.
-        target_file = _unverified(out, is_folder=folder_format is not None) if verify else out
-        outcome = _Outcome()
+        target_file = unverified(out, is_folder=folder_format is not None) if verify else out
+        outcome = Outcome()
         with outcome.printed(as_json=as_json, quiet=quiet):
             module: Any
             args: tuple[Any, ...] | None = None
@@ -357,7 +351,7 @@ def export(
                 console, module, args, target_file, options, mute=mute
             )
             if verify:
-                with _named_finally(outcome, exported, target_file, out):
+                with named_finally(outcome, exported, target_file, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
                         _quantize(console, module, quantize, group)
@@ -439,94 +433,6 @@ def _one_output(argument: Path | None, option: Path | None) -> Path:
     return out
 
 
-@dataclass
-class _Outcome:
-    """The reports of the steps of an export so far, also of one that fails.
-
-    Attributes:
-        conversion: None if the model was not loaded.
-        unmerged: One line about weights that are not merged, or nothing.
-        quantization: None if it was not asked for.
-        exported: None if nothing was written.
-        verification: None if it was not asked for, or did not finish.
-    """
-
-    conversion: dynamo_moe.ConversionReport | None = None
-    unmerged: str = ""
-    quantization: dynamo_moe.QuantizationReport | None = None
-    exported: dynamo_moe.ExportReport | None = None
-    verification: dynamo_moe.VerificationReport | None = None
-
-    @contextmanager
-    def printed(self, *, as_json: bool, quiet: bool) -> Iterator[None]:
-        """Prints the reports when the body ends, and also when it raises."""
-        try:
-            with warnings.catch_warnings():
-                # export's warning, which the reports hold too.
-                warnings.filterwarnings("ignore", r"\d+ MoE modules? (is|are) not converted")
-                yield
-        except Exception as error:
-            self._print(as_json, quiet, message_of(error))
-            raise
-        self._print(as_json, quiet, None)
-
-    def _print(self, as_json: bool, quiet: bool, error: str | None) -> None:
-        if self.conversion is None:
-            return
-        if as_json:
-            plain: dict[str, Any] = self.exported.to_dict() if self.exported else {}
-            plain["conversion"] = self.conversion.to_dict()
-            plain["quantization"] = self.quantization and self.quantization.to_dict()
-            plain["verification"] = self.verification and self.verification.to_dict()
-            print_json({**plain, "error": error})
-        elif not quiet:
-            console = Console()
-            console.print(self.conversion)
-            if self.unmerged:
-                console.print(Text(self.unmerged), soft_wrap=True)
-            if self.quantization:
-                console.print(Text(str(self.quantization)), soft_wrap=True)
-            for report in filter(None, (self.exported, self.verification)):
-                console.print(report)
-
-
-@contextmanager
-def _named_finally(
-    outcome: _Outcome, exported: dynamo_moe.ExportReport, written: Path, out: Path
-) -> Iterator[None]:
-    """Gives the exported files their names after the body; if it raises, says where they are."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"the file is left at {exported.path}, {out} was not written")
-        raise
-    from dynamo_moe.files import model_files
-
-    if written.is_dir():
-        model_files.move_folder(written, out, exported.path)
-        path = out / exported.path.relative_to(written)
-        files = [out / file.relative_to(written) for file in exported.files]
-        profile = [out / file.relative_to(written) for file in exported.profile]
-    else:
-        path, files = out, model_files.rename_model(exported.files, out)
-        profile = [
-            out.with_name(out.name + file.name.removeprefix(exported.path.name))
-            for file in exported.profile
-        ]
-        for old, new in zip(exported.profile, profile, strict=True):
-            old.replace(new)
-    outcome.exported = replace(exported, path=path, files=tuple(files), profile=tuple(profile))
-    if outcome.verification is not None:
-        outcome.verification = replace(outcome.verification, path=path)
-
-
-def _unverified(out: Path, *, is_folder: bool) -> Path:
-    """Returns what an output is called until it is verified; a folder is a new one."""
-    if is_folder:
-        return Path(tempfile.mkdtemp(prefix=f"{out.name}.unverified.", dir=out.parent))
-    return out.with_name(f"{out.stem}.unverified{out.suffix}")
-
-
 def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
@@ -550,7 +456,7 @@ def _convert(
     args: tuple[Any, ...] | None,
     conversion: dict[str, Any],
     strict: bool,
-    outcome: _Outcome,
+    outcome: Outcome,
 ) -> None:
     from dynamo_moe.conversion import ADAPTER_PAGE, unconverted
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
-from dynamo_moe.graph.matching import Dimension, dimensions, maker, operand
-
-_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+from dynamo_moe.graph.matching import Dimension, dimensions, integers, maker, operand
 
 
 class _Unchanged(RewriteRuleClassBase):
@@ -60,28 +57,6 @@ class _CopiedDimensions(RewriteRuleClassBase):
     def rewrite(self, op: Any, x: ir.Value, y: ir.Value, **_: Any) -> Any:
         sizes = [size if isinstance(size, int) else 0 for size in _dimensions(y) or ()]
         return op.Reshape(x, op.Constant(value_ints=sizes))
-
-
-class _SwappedMatrices(RewriteRuleClassBase):
-    """``Transpose`` of a stack of matrices that is flattened for it, and then restored.
-
-    So the exporter transposes the keys of an attention with symbolic sizes.
-    """
-
-    def pattern(self, op: Any, x: Any, flat: Any, full: Any) -> Any:
-        matrices = op.Reshape(x, flat, _outputs=["matrices"])
-        return op.Reshape(op.Transpose(matrices, perm=[0, 2, 1]), full, _outputs=["y"])
-
-    def check(self, context: Any, x: ir.Value, matrices: ir.Value, y: ir.Value, **_: Any) -> bool:
-        before, flat, after = _dimensions(x), _dimensions(matrices), _dimensions(y)
-        if before is None or flat is None or len(before) < 3:
-            return False
-        *stack, rows, columns = before
-        return flat[-2:] == (rows, columns) and after == (*stack, columns, rows)
-
-    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
-        rank = len(_dimensions(x) or ())
-        return op.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
 class _NoPadding(_Unchanged):
@@ -265,35 +240,27 @@ class _OverRoot(RewriteRuleClassBase):
         return op.Div(x, root)
 
 
-class _NeverNaN(_Unchanged):
-    """Zeros in place of NaN, in attention weights ``x`` whose mask is finite.
+class _ShiftedSoftmax(RewriteRuleClassBase):
+    """``Softmax`` of numbers less their greatest, which it subtracts itself."""
 
-    The exporter guards against rows of minus infinity, but masks by the dtype's least number. In
-    half precision a score can take that to minus infinity, in float32 only one below -1e31.
-    """
+    def pattern(self, op: Any, x: Any, axes: Any) -> Any:
+        greatest = op.ReduceMax(x, axes, _outputs=["greatest"])
+        return op.Softmax(op.Sub(x, greatest), _outputs=["y"])
 
-    def pattern(self, op: Any, x: Any, zero: Any) -> Any:
-        return op.Where(op.IsNaN(x), zero, x)
-
-    def check(self, context: Any, x: ir.Value, zero: ir.Value) -> bool:
-        softmax = maker(x, "Softmax")
-        scores = maker(softmax.inputs[0], "Add") if softmax is not None else None
-        if scores is None or x.dtype not in _WIDE or not _is_finite_scalar(zero):
+    def check(self, context: Any, x: ir.Value, axes: ir.Value, greatest: ir.Value, y: Any) -> bool:
+        rank, known = len(_dimensions(x) or ()), integers(axes)
+        if not rank or known is None or not _attribute(greatest, "keepdims", 1):
             return False
-        return any(
-            maker(product, "MatMul") is not None and self._is_finite_mask(mask)
-            for product, mask in (scores.inputs, reversed(scores.inputs))
-        )
+        return [axis % rank for axis in known] == [_attribute(y, "axis", -1) % rank]
 
-    @staticmethod
-    def _is_finite_mask(value: ir.Value | None) -> bool:
-        node = maker(value, "Where")
-        return node is not None and all(map(_is_finite_scalar, node.inputs[1:]))
+    def rewrite(self, op: Any, x: ir.Value, y: ir.Value, **_: Any) -> Any:
+        return op.Softmax(x, axis=_attribute(y, "axis", -1))
 
 
-def _is_finite_scalar(value: ir.Value | None) -> bool:
-    tensor = None if value is None or value.is_graph_input() else value.const_value
-    return tensor is not None and not tensor.shape.dims and bool(np.isfinite(tensor.numpy()))
+def _attribute(value: ir.Value, name: str, default: int) -> int:
+    """Returns an integer attribute of the node that makes a value."""
+    node = value.producer()
+    return default if node is None else node.attributes.get_int(name, default)
 
 
 def _dimensions(value: ir.Value) -> tuple[Dimension, ...] | None:
@@ -309,7 +276,6 @@ def _constants(value: ir.Value) -> list[int]:
 RULES = [
     _SameShape.rule("Reshape"),
     _SameShape.rule("Expand"),
-    _SwappedMatrices.rule(),
     _CopiedDimensions.rule(),
     *(_ReshapedAgain.rule(op_type) for op_type in ("Reshape", "Squeeze", "Unsqueeze")),
     _UnsqueezedAgain.rule(remove_nodes=False),
@@ -320,6 +286,6 @@ RULES = [
     _SameType.rule(),
     _OverRoot.rule(root_first=False),
     _OverRoot.rule(root_first=True),
-    _NeverNaN.rule(),
+    _ShiftedSoftmax.rule(),
 ]
 """The rules, in the order in which they are tried."""

@@ -31,6 +31,9 @@ _TOKENIZER_FILES = (
     *("*.model", "tekken.json", "tokenization_*.py", "chat_template.*"),
     "additional_chat_templates/*",
 )
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Of a model that names no longest text, as with ALiBi: what a runtime makes room for.
+_CONTEXT = 4096
 # How tokens are chosen, where transformers and onnxruntime-genai have one name for it.
 _SEARCH = {
     "do_sample": False,
@@ -57,7 +60,7 @@ class RuntimeFolder:
         self.model_path = self._path / _MODELS[kind]
         self.model_path.parent.mkdir(parents=True, exist_ok=True)
 
-    def removed_if_empty(self) -> None:
+    def remove_if_empty(self) -> None:
         """Removes what is left of an export that failed, but for a folder with files in it."""
         for folder in (self.model_path.parent, self._path):
             if folder.is_dir() and not any(folder.iterdir()):
@@ -86,7 +89,8 @@ class RuntimeFolder:
         """
         self._remove_old_weights(files)
         if self._kind == "genai":
-            written = [self._write("genai_config.json", _genai_config(model, cache, shared_cache))]
+            config = _genai_config(model, genai_cache(model, cache), shared_cache=shared_cache)
+            written = [self._write("genai_config.json", config)]
         else:
             files = _renamed_data(files)
             written = list(self._configs(model, has_data=len(files) > 1))
@@ -178,8 +182,8 @@ def check_folder(
         raise ValueError("a folder for a runtime holds its weights: leave out link_weights")
 
 
-def check_genai(model: PreTrainedModel, cache: ModelCache | None) -> None:
-    """Checks that onnxruntime-genai can run a model's file.
+def genai_cache(model: PreTrainedModel, cache: ModelCache | None) -> ModelCache:
+    """Returns a model's cache, which onnxruntime-genai can keep.
 
     Raises:
         ValueError: If its cache is not keys and values of one shape in all layers.
@@ -206,16 +210,15 @@ def check_genai(model: PreTrainedModel, cache: ModelCache | None) -> None:
     layers = [layer[0].layer for layer in cache.layers]
     if layers != list(range(len(layers))):
         raise ValueError(f"onnxruntime-genai counts layers from 0; those of {name} are {layers}")
+    return cache
 
 
 def _genai_config(
-    model: PreTrainedModel, cache: ModelCache | None, shared_cache: bool
+    model: PreTrainedModel, cache: ModelCache, *, shared_cache: bool
 ) -> dict[str, Any]:
-    if cache is None:
-        raise ValueError("onnxruntime-genai needs a cache")
     text = model.config.get_text_config()
     _, heads, _, width = cache.tensors[0].shape
-    context = getattr(text, "max_position_embeddings", None) or 4096
+    context = getattr(text, "max_position_embeddings", None) or _CONTEXT
     given = model.generation_config.to_dict() if model.generation_config is not None else {}
     ids = {name: given.get(name, getattr(text, name, None)) for name in _TOKENS}
     ends = ids["eos_token_id"] if ids["eos_token_id"] is not None else []
@@ -258,9 +261,6 @@ def _genai_config(
             "past_present_share_buffer": shared_cache,
         },
     }  # fmt: skip
-
-
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _renamed_data(files: Sequence[Path]) -> list[Path]:

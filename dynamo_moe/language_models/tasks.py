@@ -29,7 +29,7 @@ from dynamo_moe.language_models.folders import (
     FolderFormat,
     RuntimeFolder,
     check_folder,
-    check_genai,
+    genai_cache,
 )
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.restoring import state_kept
@@ -115,7 +115,7 @@ def export_language_model(
             return _export(model, path, task, options)
         cache = _cache_of(model)
         if folder == "genai":
-            check_genai(model, cache)
+            genai_cache(model, cache)  # Before anything is traced.
             options.setdefault("target", "onnxruntime")
             target = TARGETS.get(options["target"])
             options.setdefault("shared_cache", target is not None and target.takes_attention)
@@ -123,7 +123,7 @@ def export_language_model(
         try:
             report = _export(model, written.model_path, task, options)
         finally:
-            written.removed_if_empty()
+            written.remove_if_empty()
         files, notes = written.complete(
             model,
             report.files,

@@ -189,15 +189,6 @@ def torchlib(opset: int) -> Any:
         return ONNXRegistry.from_torchlib(opset_version=opset)
 
 
-def translation(operator: Any, opset: int) -> Callable[..., Any]:
-    """Returns the exporter's own translation of an operator to an opset."""
-    functions = torchlib(opset).functions
-    # Which of the two is the key differs among operators.
-    [known] = functions.get(operator) or functions[operator.name()]
-    function: Callable[..., Any] = known.onnx_function
-    return function
-
-
 def decomposition_table(registry: Any) -> dict[Any, Any]:
     """Returns PyTorch's decompositions of the operators that a registry has no translation for."""
     translated = set(_decomp.get_onnx_implemented_overloads(registry))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +25,11 @@ from dynamo_moe.moe_nodes.translation import onnx_translation_table
 from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.private import exporter, tracer
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import shortcuts
+from dynamo_moe.tracing import attention, shortcuts, size_arithmetic
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
 from dynamo_moe.tracing.nodes import NeedsRetraceError, all_nodes
-from dynamo_moe.tracing.size_arithmetic import TRANSLATIONS, in_float64
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 _LOG = logging.getLogger(__name__)
@@ -102,7 +100,7 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
         verbose=False,
         optimize=False,
         opset_version=opset,
-        custom_translation_table={**onnx_translation_table(), **_attention(opset)},
+        custom_translation_table={**onnx_translation_table(), **attention.TRANSLATIONS},
     )
     if onnx_program is None:  # The type allows it; with dynamo=True it never happens.
         raise torch.onnx.OnnxExporterError("torch.onnx.export returned no program")
@@ -134,7 +132,7 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
             decisions = decisions_of(program, noted)
             trials.check(program, decisions, program_run(program), program_run(program, module))
         exporter.promote_dtypes(module)
-    in_float64(module)
+    size_arithmetic.in_float64(module)
     with _translating():
         signature = _renamed(program, module)
         model: ir.Model = exporter.onnx_program(program, module, signature, registry).model
@@ -154,19 +152,9 @@ def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
     for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
-    for target, translation in {**TRANSLATIONS, **_attention(opset)}.items():
+    for target, translation in {**size_arithmetic.TRANSLATIONS, **attention.TRANSLATIONS}.items():
         registry.register_op(target, translation, is_complex=False)
     return registry, exporter.decomposition_table(registry)
-
-
-def _attention(opset: int) -> dict[Any, Callable[..., Any]]:
-    """Returns the translation of PyTorch's attention by which it is written out at every opset.
-
-    From 23 on it would be an Attention, also where that does not take the operands, and for
-    runtimes that have it in some dtypes alone. What is written out is fused where it fits.
-    """
-    operator = torch.ops.aten.scaled_dot_product_attention.default
-    return {operator: exporter.translation(operator, min(opset, 22))}
 
 
 def _renamed(program: ExportedProgram, module: fx.GraphModule) -> Any:

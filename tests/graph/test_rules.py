@@ -178,35 +178,6 @@ TESTED = {
             "y of unknown rank": {"[N, M, 3, 4] y": "[] y"},
         },
     ),
-    "_SwappedMatrices": Rule(
-        """g (float[N, 2, M, 4] x) => (float[N, 2, 4, M] y)
-        <float[K, M, 4] a, int64[1] any = {-1}, int64[4] order = {0, 1, 3, 2}>
-        {
-            dimensions = Shape(x)
-            matrix = Shape<start = -2>(x)
-            flat = Concat<axis = 0>(any, matrix)
-            a = Reshape(x, flat)
-            b = Transpose<perm = [0, 2, 1]>(a)
-            full = Gather(dimensions, order)
-            y = Reshape(b, full)
-        }""",
-        ["Transpose"],
-        {"a simple stack": {"[N, 2, M, 4] x": "[N, M, 4] x",
-                            "[N, 2, 4, M] y": "[N, 4, M] y",
-                            "int64[4] order = {0, 1, 3, 2}": "int64[3] order = {0, 2, 1}"}},
-        {
-            "another permutation": {"[0, 2, 1]": "[1, 0, 2]"},
-            "one matrix": {"[N, 2, M, 4] x": "[M, 4] x", "[N, 2, 4, M] y": "[4, M] y",
-                           "int64[4] order = {0, 1, 3, 2}": "int64[2] order = {1, 0}"},
-            "other matrices": {"[K, M, 4] a": "[K, 4, M] a"},
-            "matrices of unknown sizes": {"[K, M, 4] a": "[K, ?, 4] a"},
-            "another result": {"[N, 2, 4, M] y": "[N, 2, M, 4] y"},
-            "another stack": {"[N, 2, 4, M] y": "[2, N, 4, M] y"},
-            "x of unknown rank": {"[N, 2, M, 4] x": "[] x"},
-            "flat matrices of unknown rank": {"[K, M, 4] a": "[] a"},
-            "y of unknown rank": {"[N, 2, 4, M] y": "[] y"},
-        },
-    ),
     "_NoPadding": Rule(
         """g (float[N, M] x) => (float[N, M] y)
         <int64[4] pads = {0, 0, 0, 0}, float value = {1}, int64[2] axes = {0, 1}>
@@ -301,46 +272,24 @@ TESTED = {
     ),
     "OverRoot": over_root("Mul(x, r)", "Mul(r, x)"),
     "OverRootFirst": over_root("Mul(r, x)", "Mul(x, r)"),
-    "_NeverNaN": Rule(
-        """g (float[N, 5] x, float[5, 5] k, bool[N, 5] seen, bool[5] other) => (float[N, 5] y)
-        <float zero = {0}, float least = {-3.4028235e38}, float[N, 5] weights>
+    "_ShiftedSoftmax": Rule(
+        """g (float[N, 4, M] x, int64[1] computed) => (float[N, 4, M] y) <int64[1] axes = {2}>
+        { most = ReduceMax(x, axes)  less = Sub(x, most)  y = Softmax(less) }""",
+        ["Softmax"],
         {
-            scores = MatMul(x, k)
-            mask = Where(seen, zero, least)
-            masked = Add(scores, mask)
-            weights = Softmax<axis = -1>(masked)
-            undefined = IsNaN(weights)
-            y = Where(undefined, zero, weights)
-        }""",
-        ["MatMul", "Where", "Add", "Softmax", "Identity"],
-        {
-            "the mask first": {"Add(scores, mask)": "Add(mask, scores)"},
-            "double": {"float[": "double[", "float ": "double "},
-            "masked where seen": {"Where(seen, zero, least)": "Where(seen, least, zero)"},
+            "another axis": {"{2}": "{1}", "Softmax(": "Softmax<axis = -2>("},
+            "from the end": {"{2}": "{-1}"},
         },
         {
-            "minus infinity": {"{-3.4028235e38}": "{-inf}"},
-            "half precision": {"float[": "float16[", "float ": "float16 ",
-                               "-3.4028235e38": "-65504"},
-            "unknown type": {", float[N, 5] weights>": ">"},
-            "a computed mask": {"mask = Where(seen, zero, least)":
-                                "lower = Add(least, zero)  mask = Where(seen, zero, lower)"},
-            "no choice": {"mask = Where(seen, zero, least)": "mask = Add(zero, least)"},
-            "another mask in the scores": {
-                "scores = MatMul(x, k)":
-                "p = MatMul(x, k)  also = Where(other, zero, least)  scores = Add(p, also)",
-            },
-            "scores as they come": {"Add(scores, mask)": "Add(x, mask)"},
-            "no sum": {"Add(scores, mask)": "Mul(scores, mask)"},
-            "no softmax": {"Softmax<axis = -1>(masked)": "Exp(masked)"},
-            "of another value": {"Where(undefined, zero, weights)":
-                                 "Where(undefined, zero, scores)"},
-            "zeros of more dimensions": {
-                "zero, weights)": "zeros, weights)", "[N, 5] y": "[2, N, 5] y",
-                "<float zero": "<float[2, 1, 1] zeros = {0, 0}, float zero",
-            },
-            "something else than zero": {"zero, weights)": "x, weights)"},
+            "the greatest of another axis": {"{2}": "{1}"},
+            "of two axes": {"int64[1] axes = {2}": "int64[2] axes = {1, 2}"},
+            "of a computed axis": {"(x, axes)": "(x, computed)"},
+            "of another tensor": {"less = Sub(x, most)": "other = Abs(x)  less = Sub(other, most)"},
+            "without the axis": {"ReduceMax(": "ReduceMax<keepdims = 0>(",
+                                 "[N, 4, M] x": "[4, M, M] x", "[N, 4, M] y": "[4, M, M] y"},
+            "x of unknown rank": {"[N, 4, M] x": "[] x"},
         },
+        ulps=4,
     ),
 }  # fmt: skip
 

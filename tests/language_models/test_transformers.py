@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import dynamo_moe
 from architecture_table import PAGE, write_row
 from custom_ops.options import ExpertOptions
+from dynamo_moe.moe_nodes.targets import registry
+from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES, example_inputs
 
@@ -38,6 +40,10 @@ UNBUILDABLE = {
         "the indexer of its attention uses NonZero, which TensorRT for RTX does not have",
     )
 }
+# Whose attention stays written out without a cache: sinks need one, and scores that are read
+# for something else must be there.
+WITH_SINKS = {"deepseek_v4", "flint", "gpt_oss", "hy_v4", "inkling2", "openai_privacy_filter"}
+WRITTEN_OUT = {*WITH_SINKS, "granitemoe_swa"}
 # The last is longer than the chunks in which linear attention is computed.
 SHAPES = ((1, 4), (3, 9), (2, 130))
 # Models with routers that torch.ops.moe.dropless has.
@@ -186,6 +192,18 @@ def test_architecture(converted: Converted) -> None:
         if plain:
             row["operator"] = "dropless"
     write_row(name, row)
+
+
+def test_fused_operators(converted: Converted, monkeypatch) -> None:
+    """A target that has the standard's attention, and takes every MoE layer."""
+    if converted.name in UNEXPORTABLE:
+        pytest.skip(UNEXPORTABLE[converted.name])
+    fused = replace(TARGETS["plugin"], takes_attention=True, opset=23)
+    monkeypatch.setattr(registry, "TARGETS", {**TARGETS, "fused": fused})
+    exported = converted.export("fused")
+    assert exported.nodes.get("RMSNormalization") or exported.nodes.get("LayerNormalization")
+    assert exported.nodes.get("Attention") or converted.name in WRITTEN_OUT
+    assert dynamo_moe.verify(exported.path, converted.model, converted.inputs).passed
 
 
 @pytest.mark.parametrize("target", ["plugin", pytest.param("dense", marks=pytest.mark.every)])

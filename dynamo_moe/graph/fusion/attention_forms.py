@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from dynamo_moe.graph.fusion.rotary import HEADS_FIRST
 from dynamo_moe.graph.matching import (
     FLOATS,
     Dimension,
@@ -26,7 +25,6 @@ from dynamo_moe.graph.matching import (
     only_use,
     operand,
     permutation,
-    reduces_last_axis,
     scalar,
     typed,
 )
@@ -107,11 +105,7 @@ def _of_product(writer: Writer, node: ir.Node) -> Attention | None:
     weights = _weights(operand(node, 0))
     if weights is None:
         return None
-    capped, mask = weights.scores, None
-    for scores, added in both_orders(only_use(weights.scores, "Add")):
-        if _product(writer, scores) is not None:
-            capped, mask = scores, added
-            break
+    capped, mask = _unmasked(writer, weights.scores)
     product = _product(writer, capped)
     if product is None or (mask is not None and mask.dtype != node.outputs[0].dtype):
         return None
@@ -125,6 +119,33 @@ def _of_product(writer: Writer, node: ir.Node) -> Attention | None:
         weights.sinks,
         weights.gives_zeros,
     )
+
+
+def _unmasked(writer: Writer, value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """Returns scores before what is added to them, and that: a mask, a bias of places, or both."""
+    last = only_use(value, "Add")
+    for scores, added in both_orders(last):
+        if _product(writer, scores) is not None:
+            return scores, added
+    for inner, mask in both_orders(last):
+        for scores, bias in both_orders(only_use(inner, "Add")):
+            sizes = _broadcast(dimensions(bias), dimensions(mask))
+            if sizes is not None and last is not None and _product(writer, scores) is not None:
+                both = writer.node(last, "Add", [bias, mask]).outputs[0]
+                return scores, typed(both, mask, sizes)
+    return value, None
+
+
+def _broadcast(
+    sizes: tuple[Dimension, ...], others: tuple[Dimension, ...]
+) -> tuple[Dimension, ...] | None:
+    """Returns the dimensions of a sum of two tensors, if they are known to go with each other."""
+    rank = max(len(sizes), len(others))
+    padded = ((1,) * (rank - len(each)) + each for each in (sizes, others))
+    pairs = [*zip(*padded, strict=True)]
+    if not all(1 in pair or are_alike(*pair) for pair in pairs):
+        return None
+    return tuple(other if one == 1 else one for one, other in pairs)
 
 
 class _Weights(NamedTuple):
@@ -171,13 +192,7 @@ def _drops_last(node: ir.Node) -> bool:
 
 
 def _with_sinks(value: ir.Value) -> _Weights | None:
-    """Returns scores and the sinks behind them; a softmax is that of scores less their greatest."""
-    shifted = maker(value, "Sub")
-    greatest = None if shifted is None else maker(shifted.inputs[1], "ReduceMax")
-    if shifted is not None and greatest is not None and greatest.inputs[0] is shifted.inputs[0]:
-        if not reduces_last_axis(greatest, value):
-            return None
-        value = operand(shifted, 0)
+    """Returns scores and the sinks behind them."""
     join = maker(value, "Concat")
     if join is None or len(join.inputs) != 2:
         return None
@@ -217,27 +232,15 @@ def _by_head(writer: Writer, value: ir.Value) -> ir.Value | None:
     """Returns [B, H, L, D] of keys [B, H, D, L] that are made of it by turning axes."""
     sizes = dimensions(value)
     turned = only_use(value, "Transpose")
-    if turned is not None and permutation(turned) == (0, 1, 3, 2):
-        return operand(turned, 0)
-    if turned is not None and permutation(turned) == (0, 2, 3, 1):  # [B, L, H, D] at once.
-        source, order = operand(turned, 0), {"perm": HEADS_FIRST}
-        keys = writer.node(turned, "Transpose", [source], order).outputs[0]
-        return typed(keys, source, (sizes[0], sizes[1], sizes[3], sizes[2]))
-    # A stack of matrices, as the exporter makes of repeated heads.
-    split = only_use(value, "Reshape")
-    turned = None if split is None else only_use(split.inputs[0], "Transpose")
-    stack = None if turned is None else only_use(turned.inputs[0], "Reshape")
-    if turned is None or stack is None or permutation(turned) != (0, 2, 1):
+    order = None if turned is None else permutation(turned)
+    if turned is None or order is None or len(order) != _RANK:
         return None
-    source = operand(stack, 0)
-    match sizes, dimensions(stack.outputs[0]), dimensions(source)[:1]:
-        case (batch, int(heads), int(width), int(length)), (_, *matrix), (first,):
-            if first != batch or matrix != [length, width]:
-                return None
-            shape = writer.ints([0, heads, length, width])
-            keys = writer.node(stack, "Reshape", [source, shape]).outputs[0]
-            return typed(keys, value, (batch, heads, length, width))
-    return None
+    order = order[0], order[1], order[3], order[2]
+    source = operand(turned, 0)
+    if order == (0, 1, 2, 3):
+        return source
+    keys = writer.node(turned, "Transpose", [source], {"perm": order}).outputs[0]
+    return typed(keys, source, (sizes[0], sizes[1], sizes[3], sizes[2]))
 
 
 def _uncapped(value: ir.Value) -> tuple[ir.Value, float]:

@@ -1,0 +1,90 @@
+"""PyTorch's attention, written out in operators that every runtime has.
+
+From opset 23 on PyTorch's exporter makes an Attention of it, also where that does not take the
+operands, and for runtimes that have it in some dtypes alone; before, its keys pass through
+matrices of shapes that nobody can read. What is written out here is fused where it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset18
+
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+_op: Any = opset18
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,  # A graph for inference drops nothing.
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Translates torch.nn.functional.scaled_dot_product_attention of [B, H, S, D]."""
+    if enable_gqa and query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = _repeated(key, repeats), _repeated(value, repeats)
+    factor = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    # As PyTorch does: at both operands, so that the product stays small.
+    root = _constant(math.sqrt(factor), query.dtype)
+    keys = _op.Transpose(key, perm=[0, 1, 3, 2])
+    scores = _op.MatMul(_op.Mul(query, root), _op.Mul(keys, root))
+    mask = _seen_before(query, key) if is_causal else attn_mask
+    if mask is None:
+        return _op.MatMul(_op.Softmax(scores, axis=-1), value)
+    if not is_causal and mask.dtype != ir.DataType.BOOL:
+        added = mask if mask.dtype == query.dtype else _op.CastLike(mask, query)
+        return _op.MatMul(_op.Softmax(_op.Add(scores, added), axis=-1), value)
+    zero = _constant(0.0, query.dtype)
+    # With minus infinity, some runtimes' fused kernels give NaN.
+    least = _constant(query.dtype.min, query.dtype)
+    weights = _op.Softmax(_op.Add(scores, _op.Where(mask, zero, least)), axis=-1)
+    if query.dtype not in _WIDE:  # There a score can take the least number to minus infinity.
+        weights = _op.Where(_op.IsNaN(weights), zero, weights)
+    return _op.MatMul(weights, value)
+
+
+def _repeated(tensor: Any, repeats: int) -> Any:
+    """Returns [B, G * repeats, L, D] of [B, G, L, D]: each head as often, one beside the other."""
+    _, groups, _, width = tensor.shape
+    wide = _op.Expand(_op.Unsqueeze(tensor, _ints(2)), _ints(1, 1, repeats, 1, 1))
+    batch, length = _op.Shape(tensor, start=0, end=1), _op.Shape(tensor, start=2, end=3)
+    shape = _op.Concat(batch, _ints(groups * repeats), length, _ints(width), axis=0)
+    return _op.Reshape(wide, shape, allowzero=1)
+
+
+def _seen_before(query: Any, key: Any) -> Any:
+    """Returns a mask [S, L] that shows each token the keys up to its own number."""
+    tokens, keys = (
+        _op.Range(_int(0), _op.Squeeze(_op.Shape(tensor, start=2, end=3)), _int(1))
+        for tensor in (query, key)
+    )
+    return _op.LessOrEqual(keys, _op.Unsqueeze(tokens, _ints(1)))
+
+
+def _constant(number: float, dtype: ir.DataType) -> Any:
+    return _op.Constant(value=ir.tensor(number, dtype=dtype))
+
+
+def _ints(*numbers: int) -> Any:
+    return _op.Constant(value_ints=numbers)
+
+
+def _int(number: int) -> Any:
+    return _op.Constant(value_int=number)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: _attention
+}
+"""By operator, its translation in place of the exporter's."""

@@ -1,0 +1,123 @@
+"""PyTorch's attention, written out: as PyTorch computes it, at other sizes than the example's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import dynamo_moe
+from dynamo_moe.private import tracer
+
+# Batch, new tokens, keys.
+EXAMPLE, *OTHERS = (2, 5, 7), (1, 1, 1), (3, 4, 9), (2, 0, 3)
+
+
+def mask_of(batch: int, tokens: int, keys: int, heads: int = 1) -> Tensor:
+    """A mask that hides about half of the keys, but never the first."""
+    hidden = torch.rand(batch, heads, tokens, keys) < 0.5
+    hidden[..., :1] = False
+    return ~hidden
+
+
+def added(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.where(mask, torch.randn(mask.shape), -torch.inf).to(dtype)
+
+
+# What is passed beside queries, keys and values of some sizes; their heads; their dtype.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "booleans": {"mask": mask_of},
+    "booleans of a row": {"mask": lambda b, s, k: mask_of(b, 1, k)},
+    "booleans of two axes": {"mask": lambda b, s, k: mask_of(1, s, k)[0, 0]},
+    "booleans of each head": {"mask": lambda b, s, k: mask_of(b, s, k, heads=4)},
+    "added": {"mask": lambda *sizes: added(mask_of(*sizes))},
+    "grouped heads": {"groups": 2, "enable_gqa": True, "mask": mask_of},
+    "one group": {"groups": 1, "enable_gqa": True, "is_causal": True},
+    "half precision": {"dtype": torch.float16, "mask": mask_of},
+    "half precision, added": {
+        "dtype": torch.float16,
+        "mask": lambda *sizes: added(mask_of(*sizes), torch.float16),
+    },
+    "half precision, added in float32": {
+        "dtype": torch.float16,
+        "mask": lambda *sizes: added(mask_of(*sizes)),
+    },
+}
+
+
+class Attends(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:
+        return scaled_dot_product_attention(query, key, value, mask, **self.options)
+
+
+def inputs_of(case: dict[str, Any], batch: int, tokens: int, keys: int) -> tuple[Tensor, ...]:
+    dtype, groups = case.get("dtype", torch.float32), case.get("groups", 4)
+    tensors = [
+        torch.randn(batch, heads, length, width).to(dtype)
+        for heads, length, width in ((4, tokens, 8), (groups, keys, 8), (groups, keys, 16))
+    ]
+    return *tensors, *([case["mask"](batch, tokens, keys)] if "mask" in case else [])
+
+
+def shapes_of(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    batch, tokens, keys = (torch.export.Dim(name) for name in ("batch", "tokens", "keys"))
+    shapes: list[Any] = [{0: batch, 2: tokens}, {0: batch, 2: keys}, {0: batch, 2: keys}]
+    for mask in inputs[3:]:
+        axes = dict(zip(range(-4, 0), (batch, None, tokens, keys), strict=True))
+        sizes = {axis: mask.shape[axis] for axis in axes if -axis <= mask.ndim}
+        shapes.append(
+            {
+                mask.ndim + axis: axes[axis]
+                for axis, size in sizes.items()
+                if axes[axis] is not None and size > 1
+            }
+        )
+    return tuple(shapes)
+
+
+@pytest.mark.parametrize("way", ["our steps", "PyTorch's exporter"])
+@pytest.mark.parametrize("opset", [20, 23])
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str, opset: int, way: str, tmp_path, monkeypatch) -> None:
+    if way != "our steps":
+        monkeypatch.setattr(tracer, "missing", lambda: "a test")
+    torch.manual_seed(0)
+    case = CASES[name]
+    model = Attends({key: case[key] for key in case if key in ("scale", "is_causal", "enable_gqa")})
+    inputs = inputs_of(case, *EXAMPLE)
+    path = tmp_path / "m.onnx"
+    report = dynamo_moe.export(
+        model, inputs, path, dynamic_shapes=shapes_of(inputs), opset=opset, fuse=False
+    )
+    assert "Attention" not in report.nodes
+    assert report.nodes["Transpose"] == 1  # No shapes are computed for it.
+    session = onnxruntime.InferenceSession(path)
+    names = [each.name for each in session.get_inputs()]
+    tolerance = 1e-5 if inputs[0].dtype == torch.float32 else 5e-3
+    for sizes in (EXAMPLE, *OTHERS):
+        given = inputs_of(case, *sizes)
+        expected = model(*given)
+        feed = {name: tensor.numpy() for name, tensor in zip(names, given, strict=True)}
+        [found] = session.run(None, feed)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(torch.from_numpy(found), expected, atol=tolerance, rtol=0)
+
+
+def test_dropout_is_off(tmp_path) -> None:
+    inputs = inputs_of({}, *EXAMPLE)
+    dynamo_moe.export(Attends({"dropout_p": 0.5}).eval(), inputs, tmp_path / "m.onnx")
+    operators = Counter(node.op_type for node in ir.load(tmp_path / "m.onnx").graph)
+    assert "Dropout" not in operators
