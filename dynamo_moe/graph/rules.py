@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
-from dynamo_moe.graph.matching import Dimension, dimensions, integers, maker, operand
+from dynamo_moe.graph.matching import Dimension, dimensions, integers, maker, operand, scalar
 
 
 class _Unchanged(RewriteRuleClassBase):
@@ -19,6 +19,25 @@ class _Unchanged(RewriteRuleClassBase):
 
     def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
         return op.Identity(x)
+
+
+class _Neutral(_Unchanged):
+    """A sum with 0, or a product with 1; no other number, however near.
+
+    An epsilon of 1e-8 keeps a logarithm or a quotient finite.
+    """
+
+    def __init__(self, op_type: str, number: int, *, is_first: bool = False) -> None:
+        super().__init__(f"{op_type}{number}{'First' if is_first else ''}")
+        self._op_type, self._number, self._is_first = op_type, number, is_first
+
+    def pattern(self, op: Any, x: Any, number: Any) -> Any:
+        operands = (number, x) if self._is_first else (x, number)
+        return getattr(op, self._op_type)(*operands)
+
+    def check(self, context: Any, x: ir.Value, number: ir.Value) -> bool:
+        tensor = number.const_value
+        return tensor is not None and not tensor.shape.dims and scalar(number) == self._number
 
 
 class _SameShape(_Unchanged):
@@ -274,6 +293,12 @@ def _constants(value: ir.Value) -> list[int]:
 
 
 RULES = [
+    _Neutral.rule("Add", 0),
+    _Neutral.rule("Add", 0, is_first=True),
+    _Neutral.rule("Sub", 0),
+    _Neutral.rule("Mul", 1),
+    _Neutral.rule("Mul", 1, is_first=True),
+    _Neutral.rule("Div", 1),
     _SameShape.rule("Reshape"),
     _SameShape.rule("Expand"),
     _CopiedDimensions.rule(),

@@ -14,14 +14,21 @@ from onnxscript import rewriter
 
 
 def default_rules() -> tuple[Any, ...]:
-    """Returns the rewrite rules that ``onnxscript.rewriter.rewrite`` applies by default."""
-    return tuple(getattr(rewriter, "_DEFAULT_REWRITE_RULES", ()))
+    """Returns the rewrite rules that ``onnxscript.rewriter.rewrite`` applies by default.
+
+    Not those that look for a number: they take 1e-8 for 0, and 1.00001 for 1.
+    """
+    rules: Sequence[Any] = getattr(rewriter, "_DEFAULT_REWRITE_RULES", ())
+    return tuple(rule for rule in rules if not Root(rule).has_number)
 
 
 class Root:
     """Conditions of a rewrite rule on the node that it replaces, as far as they are quickly told.
 
     Nothing, if the rule looks for nodes of several operators at once.
+
+    Attributes:
+        has_number: Whether an operand must be a number.
     """
 
     def __init__(self, rule: Any) -> None:
@@ -30,9 +37,11 @@ class Root:
         self._operator = pattern.output_node.op if single else None
         self._constants: list[int] = []
         self._producers: list[tuple[int, Any]] = []
+        self.has_number = False
         for position, value in enumerate(pattern.output_node.inputs if single else ()):
             if hasattr(value, "value"):
                 self._constants.append(position)
+                self.has_number |= isinstance(value.value, int | float)
             elif value is not None and value.producer() is not None:
                 self._producers.append((position, value.producer().op))
 

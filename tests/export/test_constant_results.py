@@ -60,6 +60,15 @@ def test_sizes_are_results(tmp_path: Path) -> None:
     assert size == 5
 
 
+def test_constant_tensors_are_results(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model, x = Returns(lambda x: torch.max(x.sum(), 0)), torch.randn(2, 4)
+    dynamo_moe.export(model, x, path)
+    greatest, place = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})
+    assert float(greatest) == pytest.approx(float(model(x)[0].detach()), rel=1e-5)
+    assert place == 0
+
+
 def test_nothing_but_constants(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     with pytest.raises(dynamo_moe.ExportError, match="the model returns no tensor, but 3, None"):

@@ -47,6 +47,30 @@ class Rule(NamedTuple):
     ulps: int = 0
 
 
+def neutral(node: str, number: int) -> Rule:
+    """An operand that changes nothing, and others that do."""
+    it = f"{{{number}}}"
+    operand = "number)" if node.endswith("number)") else "(number"
+    return Rule(
+        f"g (float[N, M] x, float c) => (float[N, M] y) <float number = {it}> {{ y = {node} }}",
+        ["Identity"],
+        {
+            # Numbers of half precision are written as their bits.
+            "half precision": {"float": "float16", it: "{15360}" if number else it},
+            "integers": {"float": "int64"},
+        },
+        {
+            "nearly the number": {it: "{1.0000001}" if number else "{1e-8}"},
+            "another number": {it: f"{{{1 - number}}}"},
+            "computed": {"{ y =": "{ other = Neg(c)  y =",
+                         operand: operand.replace("number", "other")},
+            "of two elements": {f"number = {it}": f"number = {{{number}, {number}}}",
+                                "float number": "float[2] number", "[N, M]": "[N, 2]"},
+            "of more dimensions": {"float number": "float[1, 1] number"},
+        },
+    )  # fmt: skip
+
+
 def same_shape(op_type: str) -> Rule:
     return Rule(
         f"g (float[N, M] x) => (float[N, M] y) {{ shape = Shape(x)  y = {op_type}(x, shape) }}",
@@ -149,6 +173,12 @@ TESTED = {
             "three axes": {"[N, M] x": "[N, M, 2] x", "[N, 1, 1, N] y": "[N, 1, 1, N, 2] y"},
         },
     ),
+    "Add0": neutral("Add(x, number)", 0),
+    "Add0First": neutral("Add(number, x)", 0),
+    "Sub0": neutral("Sub(x, number)", 0),
+    "Mul1": neutral("Mul(x, number)", 1),
+    "Mul1First": neutral("Mul(number, x)", 1),
+    "Div1": neutral("Div(x, number)", 1),
     "ReshapeToSameShape": same_shape("Reshape"),
     "ExpandToSameShape": same_shape("Expand"),
     "_CopiedDimensions": Rule(
