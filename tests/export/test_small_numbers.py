@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import dynamo_moe
 
+
+def logarithm(epsilon: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.log(x + epsilon)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{
-        f"logarithm, {epsilon}": lambda x, epsilon=epsilon: torch.log(x + epsilon)
-        for epsilon in (1e-6, 1e-8, 1e-12, 1e-30)
-    },
+    **{f"logarithm, {epsilon}": logarithm(epsilon) for epsilon in (1e-6, 1e-8, 1e-12, 1e-30)},
     "quotient": lambda x: x / (x.sum(-1, keepdim=True) + 1e-20),
     "root": lambda x: torch.rsqrt(1e-12 + x),
     "difference": lambda x: torch.log(x - -1e-9),
