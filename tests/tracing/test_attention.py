@@ -34,6 +34,7 @@ def added(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.3},
+    "negative scale": {"scale": -0.3},
     "causal": {"is_causal": True},
     "booleans": {"mask": mask_of},
     "booleans of a row": {"mask": lambda b, s, k: mask_of(b, 1, k)},
