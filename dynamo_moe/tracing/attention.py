@@ -36,10 +36,11 @@ def _attention(
         key, value = _repeated(key, repeats), _repeated(value, repeats)
     factor = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     # As PyTorch does: at both operands, so that the product stays small.
-    root = math.sqrt(abs(factor))
-    queries = _op.Mul(query, _constant(math.copysign(root, factor), query.dtype))
-    keys = _op.Mul(_op.Transpose(key, perm=[0, 1, 3, 2]), _constant(root, query.dtype))
-    scores = _op.MatMul(queries, keys)
+    root = _constant(math.sqrt(abs(factor)), query.dtype)
+    keys = _op.Transpose(key, perm=[0, 1, 3, 2])
+    scores = _op.MatMul(_op.Mul(query, root), _op.Mul(keys, root))
+    if factor < 0:
+        scores = _op.Neg(scores)
     mask = _seen_before(query, key) if is_causal else attn_mask
     if mask is None:
         return _op.MatMul(_op.Softmax(scores, axis=-1), value)
