@@ -123,7 +123,7 @@ def test_a_loop_over_chunks_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_fixed_length_needs_no_recurrence(tmp_path: Path) -> None:
     """So the gradients of a model without a mask are exported too, as those of a Scan are not."""
-    model = ARCHITECTURES["kimi_linear"].build()
+    model = ARCHITECTURES["minimax"].build()
     dynamo_moe.convert(model)
 
     class Logits(torch.nn.Module):
@@ -135,7 +135,7 @@ def test_a_fixed_length_needs_no_recurrence(tmp_path: Path) -> None:
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
             return logits
 
-    ids = example_inputs(ARCHITECTURES["kimi_linear"], 2, 5, seed=0)["input_ids"]
+    ids = example_inputs(ARCHITECTURES["minimax"], 2, 5, seed=0)["input_ids"]
     report = dynamo_moe.export(Logits(), (ids,), tmp_path / "model.onnx")
     assert "Scan" not in report.nodes
     dynamo_moe.verify(report.path, Logits())

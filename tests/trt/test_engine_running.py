@@ -15,6 +15,7 @@ import dynamo_moe
 import trt_plugin
 from dynamo_moe.models import swin_moe_digits
 from fake_tensorrt import run
+from trt_plugin.engine import installed
 
 pytest_plugins = ("fake_tensorrt",)
 
@@ -101,6 +102,8 @@ def test_an_engine_that_is_refused_may_be_the_other_builders(tensorrt, tmp_path,
         lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: None),
     )
     hint = "builder='rtx'"
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "tensorrt_rtx", raising=False)
     assert hint not in refused()
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
     assert refused().endswith(f". If the other TensorRT built it, name it: {hint}")
