@@ -202,7 +202,9 @@ def onnx_program(
     changed = copy.copy(program)  # Unlike a new program, it is not checked.
     changed._graph_module = _fx_passes.remove_assertion_nodes(module)
     # What assertions compared stays, with bounds that no int64 holds.
-    changed._graph_module.graph.eliminate_dead_code()
+    for part in changed._graph_module.modules():
+        if isinstance(part, fx.GraphModule):
+            part.graph.eliminate_dead_code()
     changed._graph_signature = signature
     return _core._exported_program_to_onnx_program(changed, registry=registry)
 
@@ -228,6 +230,8 @@ def promote_dtypes(module: fx.GraphModule) -> None:
                     self._maybe_promote_node(node, rule)
             return node.meta["val"]
 
-    promotion = type_promotion.InsertTypePromotion(module)
-    promotion.interpreter = Promotion(module, _promotions())
-    promotion.run()
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            promotion = type_promotion.InsertTypePromotion(part)
+            promotion.interpreter = Promotion(part, _promotions())
+            promotion.run()

@@ -71,12 +71,11 @@ def decomposed(
         mode: The mode of the fake tensors that are the nodes' values.
 
     Raises:
-        NeedsRetraceError: If the program has control flow, or changes tensors in ways that a
-            single node does not show.
+        NeedsRetraceError: If the program has control flow without a translation, or changes tensors
+            in ways that a single node does not show.
     """
-    decomposer = _Decomposer(is_translated, decompositions)
     with mode, tracer.enable_python_dispatcher():
-        return decomposer.run(module)
+        return _Decomposer(is_translated, decompositions).run(module)
 
 
 def _take_no_offsets(graph: fx.Graph) -> None:
@@ -108,20 +107,31 @@ class _Decomposer:
         self._graph = fx.Graph()
         self._traces: dict[Any, fx.Graph] = {}
 
-    def run(self, module: fx.GraphModule) -> fx.GraphModule:
-        output = self._graph.output(self._copy(module, None))
+    def run(self, module: fx.GraphModule, *, is_branch: bool = False) -> fx.GraphModule:
+        """Returns a module decomposed; ``is_branch``: it is a branch or a loop of another."""
+        self._graph, outside = fx.Graph(), self._graph
+        inputs = [] if is_branch else module.graph.find_nodes(op="placeholder")
+        output = self._graph.output(self._copy(module, None, inputs))
         output.meta = dict(module.graph.output_node().meta)
         _take_no_offsets(self._graph)
         result = fx.GraphModule(module, self._graph)
         result.meta.update(module.meta)
+        self._graph = outside
+        for node in result.graph.find_nodes(op="get_attr"):
+            inner = _attribute(result, node)
+            if isinstance(inner, fx.GraphModule):
+                setattr(result, node.target, self.run(inner, is_branch=True))
         return result
 
-    def _copy(self, module: fx.GraphModule, arguments: Sequence[Any] | None) -> Any:
+    def _copy(
+        self,
+        module: fx.GraphModule,
+        arguments: Sequence[Any] | None,
+        inputs: Sequence[fx.Node] = (),
+    ) -> Any:
         """Copies a graph's nodes and returns its outputs; without arguments, its inputs too."""
         new: dict[fx.Node, Any] = {}
         nodes = [*module.graph.nodes]
-        is_program = arguments is None
-        inputs = [node for node in nodes if node.op == "placeholder" and is_program]
         written = _Written(nodes, inputs)
         remaining = iter(arguments or ())
         for node in module.graph.nodes:
@@ -134,9 +144,6 @@ class _Decomposer:
             elif node.op != "call_function":
                 if arguments is not None:
                     raise NeedsRetraceError(f"{node.format_node()} is in a region")
-                if isinstance(_attribute(module, node), fx.GraphModule):
-                    operators = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
-                    raise NeedsRetraceError(f"{operators} is control flow")
                 new[node] = copy = self._graph.node_copy(node)
                 copy.name = node.name  # A new graph would rename what Python calls input.
             else:
@@ -155,7 +162,7 @@ class _Decomposer:
             region = _attribute(module, node.args[function])
             arguments = fx.map_arg(node.args[function + 1 :], new.__getitem__)
             return self._copy(region, pytree.tree_leaves(arguments))
-        if isinstance(target, HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator) and not self._is_translated(target):
             raise NeedsRetraceError(f"{target} is control flow")
         if target is operator.getitem:
             whole: Any = fx.map_arg(node.args[0], new.__getitem__)
