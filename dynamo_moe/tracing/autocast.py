@@ -151,7 +151,7 @@ class _Casts:
         module.recompile()
 
     def _cast(self, node: fx.Node, state: State) -> None:
-        call = Call(node.target, node)
+        call = Call(node.target, node.args, node.kwargs)
         devices = {value.device.type for value in call.values if isinstance(value, Tensor)}
         state = {device: state[device] for device in state if device in devices}
         if not state or not _may_be_cast(node, call.values):

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,14 +20,13 @@ from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import (
     FakeTensorMode,
     HigherOrderOperator,
-    OperatorBase,
     OpOverload,
     schema_of,
-    storage_key,
 )
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
+from dynamo_moe.tracing.in_place import Memories, Values, changed, view_of, writes
 from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
 
 _aten = torch.ops.aten
@@ -41,14 +38,6 @@ _REGIONS: Mapping[Any, int] = {
     _higher_order.wrap_with_set_grad_enabled: 1,
     _higher_order.wrap_with_autocast: 4,
 }
-# Composites whose results are new tensors, though nothing in their schema says so.
-_FRESH = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        *("batch_norm", "group_norm", "layer_norm"),
-        *("conv1d", "conv2d", "conv3d", "linear", "matmul"),
-    )
-)
 # What composites come down to, with the same arguments: ONNX knows no strides.
 _SIMPLER = {_aten.reshape.default: _aten.view.default}
 
@@ -118,7 +107,7 @@ class _Decomposer:
         result.meta.update(module.meta)
         self._graph = outside
         for node in result.graph.find_nodes(op="get_attr"):
-            inner = _attribute(result, node)
+            inner = _attribute(node)
             if isinstance(inner, fx.GraphModule):
                 setattr(result, node.target, self.run(inner, is_branch=True))
         return result
@@ -130,36 +119,33 @@ class _Decomposer:
         inputs: Sequence[fx.Node] = (),
     ) -> Any:
         """Copies a graph's nodes and returns its outputs; without arguments, its inputs too."""
-        new: dict[fx.Node, Any] = {}
-        nodes = [*module.graph.nodes]
-        written = _Written(nodes, inputs)
+        memories = Memories([*module.graph.nodes], inputs)
+        new = Values(memories, self._call)
         remaining = iter(arguments or ())
         for node in module.graph.nodes:
             if node.op == "output":
                 return fx.map_arg(node.args[0], new.__getitem__)
             if node.op == "placeholder" and arguments is not None:
                 new[node] = next(remaining)
-            elif node.op == "get_attr" and _is_region(module, node):
+            elif node.op == "get_attr" and _is_region(node):
                 continue
             elif node.op != "call_function":
                 if arguments is not None:
                     raise NeedsRetraceError(f"{node.format_node()} is in a region")
                 new[node] = copy = self._graph.node_copy(node)
                 copy.name = node.name  # A new graph would rename what Python calls input.
+            elif writes(node):
+                new.change(node, self._changed(node, memories, new))
             else:
-                new[node] = self._call(module, node, new)
-                names = written.names(node)
-                if names and _written_whole(node) is not None:
-                    new[node] = _join(self._graph, node, new[names[0]], new[node])
-                new.update(dict.fromkeys(names, new[node]))
+                new[node] = self._call(node, new)
         raise AssertionError("a graph ends with its output")
 
-    def _call(self, module: fx.GraphModule, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
+    def _call(self, node: fx.Node, new: Values) -> Any:
         """Returns the node or nodes that replace a call's result."""
         target: Any = node.target
         if target in _REGIONS:
             function = _REGIONS[target]
-            region = _attribute(module, node.args[function])
+            region = _attribute(node.args[function])
             arguments = fx.map_arg(node.args[function + 1 :], new.__getitem__)
             return self._copy(region, pytree.tree_leaves(arguments))
         if isinstance(target, HigherOrderOperator) and not self._is_translated(target):
@@ -171,11 +157,13 @@ class _Decomposer:
                 return whole[index]
         if isinstance(target, OpOverload):
             if target is _aten.copy_.default:
-                return self._traced(_copied, node, new)
+                if _is_alike(*values(node.args[:2])):
+                    return new[cast(fx.Node, node.args[1])]
+                return self._traced(Call(_copied, node.args, node.kwargs), node, new)
             if target is _aten.detach_.default:
                 target = _aten.detach.default
             elif schema_of(target).is_mutable:
-                target = _functional(target, node)
+                target = _functional(node)
             better = DECOMPOSITIONS.get(target)
             if better is not None and better.applies(*values(node.args), **values(node.kwargs)):
                 target = better.function
@@ -183,12 +171,25 @@ class _Decomposer:
                 return self._cast(node, new)
             target = _SIMPLER.get(target, target)
             if not isinstance(target, OpOverload) or self._decomposes(target):
-                return self._traced(target, node, new)
+                return self._traced(Call(target, node.args, node.kwargs), node, new)
         copy = self._graph.node_copy(node, new.__getitem__)
         copy.target = target
         return copy
 
-    def _cast(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
+    def _changed(self, node: fx.Node, memories: Memories, new: Values) -> Any:
+        """Returns what a change of a tensor, or of a view of it, makes of its memory's owner."""
+        tensor: Any = node.args[0]
+        owner, views = memories.owners[tensor], memories.views(tensor)
+        if not views and (_functional(node) or node.target is _aten.copy_.default):
+            return self._call(node, new)
+        if _is_join(node, views):
+            return _join(self._graph, node, views, new[owner], self._call(node, new))
+        if not _is_compact(owner.meta["val"]):  # Another order might not have these views.
+            raise NeedsRetraceError(f"{owner.format_node()} is no row-major tensor, and is changed")
+        steps = [view_of(step) for step in (*views, node)]
+        return self._traced(Call(changed, (owner, steps), {}), node, new)
+
+    def _cast(self, node: fx.Node, new: Values) -> fx.Node:
         """Returns the node that replaces a cast."""
         operand, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
         if operand.meta["val"].dtype == dtype:
@@ -206,12 +207,11 @@ class _Decomposer:
             return False
         return composite or target in self._decompositions
 
-    def _traced(self, target: Callable[..., Any], node: fx.Node, new: dict[fx.Node, Any]) -> Any:
-        """Copies the nodes that an operator decomposes into."""
-        call = Call(target, node)
+    def _traced(self, call: Call, node: fx.Node, new: Values) -> Any:
+        """Copies the nodes that a call in the place of a node decomposes into."""
         traced = self._traces.get(call.key)
         if traced is None:
-            traced = self._trace(call, target)
+            traced = self._trace(call)
             if not _has_new_sizes(traced):
                 self._traces[call.key] = traced
         inputs = [new[argument] for argument in call.nodes]
@@ -220,20 +220,13 @@ class _Decomposer:
             _keep_values(node, result, inputs)
         return result
 
-    def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
+    def _trace(self, call: Call) -> fx.Graph:
         trace = tracer.make_fx(call, decomposition_table=self._decompositions)
-        traced: fx.Graph = trace(*map(_compact, call.values)).graph
-        written = _Written([*traced.nodes])
-        for node in traced.nodes:
-            names = written.names(node)
-            if names:
-                if _written_whole(node) is not None:
-                    raise NeedsRetraceError(f"{target} writes slices")
-                node.target = _functional(node.target, node)
-            for name in names:
-                name.replace_all_uses_with(node, partial(operator.lt, node))
-        traced.eliminate_dead_code()
-        return traced
+        traced: fx.GraphModule = trace(*map(_compact, call.values))
+        if any(map(writes, traced.graph.nodes)):
+            traced = self.run(traced, is_branch=True)
+        traced.graph.eliminate_dead_code()
+        return traced.graph
 
 
 def _is_only_cast(node: fx.Node) -> bool:
@@ -248,97 +241,25 @@ def _is_only_cast(node: fx.Node) -> bool:
     return bool(tensor.device == node.meta["val"].device)
 
 
-class _Written:
-    """The tensors that a graph changes in place.
-
-    A tensor whose memory no other shares until its last change can be followed by its new value
-    from there on; such as a buffer, which a file does not keep from call to call. Slices may share
-    it that serve to be overwritten.
-    """
-
-    def __init__(self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] = ()) -> None:
-        """Finds them.
-
-        Args:
-            nodes: The graph's.
-            inputs: Those of the program, of which nobody reads what is written into them.
-
-        Raises:
-            NeedsRetraceError: If others share a tensor's memory.
-        """
-        memories = Counter(map(_memory, inputs))
-        self._origins: dict[fx.Node, fx.Node] = {}
-        self._names: dict[fx.Node, list[fx.Node]] = {}
-        last: dict[fx.Node, int] = {}
-        calls = [node for node in nodes if isinstance(node.target, OperatorBase)]
-        for number, node in enumerate(calls):
-            if _writes(node):
-                if not isinstance(node.args[0], fx.Node):
-                    raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
-                changed = _written_whole(node) or node.args[0]
-                self._origins[node] = origin = self._origin(changed)
-                self._names.setdefault(origin, [origin]).append(node)
-                last[origin] = number
-        for node in last:
-            is_alone = node in inputs and memories[_memory(node)] == 1
-            if not (is_alone or _is_fresh(node)):
-                raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
-        for number, node in enumerate(calls):
-            later = any(last.get(self._origin(a), -1) > number for a in node.all_input_nodes)
-            if later and not (_writes(node) or _is_fresh(node) or _only_written(node)):
-                raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
-
-    def names(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the nodes that stand for the tensor that ``node`` changes, up to ``node``."""
-        origin = self._origins.get(node)
-        names = [] if origin is None else self._names[origin]
-        return names[: names.index(node)] if names else []
-
-    def _origin(self, node: Any) -> Any:
-        return self._origins.get(node, node)
-
-
-def _memory(node: fx.Node) -> Any:
-    """Returns what an input of a program shares with those of the same memory."""
-    value = node.meta.get("val")
-    return storage_key(value) if isinstance(value, Tensor) else node
-
-
-def _writes(node: fx.Node) -> bool:
-    target: Any = node.target
-    mutable = isinstance(target, OpOverload) and schema_of(target).is_mutable
-    return mutable and target is not _aten.detach_.default
-
-
-def _is_fresh(node: fx.Node) -> bool:
-    """Whether a node's result has memory of its own, by its schema."""
-    target: Any = node.target
-    if target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_fresh(node.args[0])
-    if not isinstance(target, OpOverload):
-        return False
-    if target in _FRESH:
-        return True
-    aliases = any(value.alias_info is not None for value in schema_of(target).returns)
-    return not aliases and not tracer.can_decompose(target)
-
-
-def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
-    """Returns the operator that gives what an operator such as ``add_`` writes."""
-    schema = schema_of(target)
+def _functional(node: fx.Node) -> OpOverload | None:
+    """Returns the operator that gives what one such as ``add_`` writes; None if there is none."""
+    schema = schema_of(cast(OpOverload, node.target))
     namespace, _, name = schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
     functional = getattr(packet, schema.overload_name or "default", None)
     if not isinstance(functional, OpOverload) or schema_of(functional).is_mutable:
-        raise NeedsRetraceError(f"{target} changes a tensor")
-    if functional(*values(node.args), **values(node.kwargs)).dtype != node.meta["val"].dtype:
-        raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
-    return functional
+        return None
+    same = functional(*values(node.args), **values(node.kwargs)).dtype == node.meta["val"].dtype
+    return functional if same else None
 
 
 def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """The copy that ``copy_`` writes; the exporter's translation of ``copy`` does not expand it."""
     return source.to(changed.dtype).expand(changed.shape)
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and [*map(str, one.shape)] == [*map(str, other.shape)]
 
 
 def _has_new_sizes(traced: fx.Graph) -> bool:
@@ -361,14 +282,19 @@ def _keep_values(node: fx.Node, result: Any, inputs: Sequence[Any]) -> None:
             copy.meta["val"] = value
 
 
-def _is_region(module: fx.GraphModule, node: fx.Node) -> bool:
-    return isinstance(_attribute(module, node), fx.GraphModule) and all(
+def _is_region(node: fx.Node) -> bool:
+    return isinstance(_attribute(node), fx.GraphModule) and all(
         user.target in _REGIONS for user in node.users
     )
 
 
-def _attribute(module: fx.GraphModule, node: Any) -> Any:
-    return operator.attrgetter(node.target)(module) if node.op == "get_attr" else None
+def _attribute(node: Any) -> Any:
+    return operator.attrgetter(node.target)(node.graph.owning_module)
+
+
+def _is_compact(value: Tensor) -> bool:
+    """Whether a tensor is in row-major order."""
+    return [*map(str, value.stride())] == [*map(str, _compact(value).stride())]
 
 
 def _compact(value: Any) -> Any:
@@ -399,35 +325,23 @@ class _Cut(NamedTuple):
         return self.start in (None, 0) and self.end in (None, sys.maxsize) and self.step == 1
 
 
-def _written_whole(write: fx.Node) -> Any:
-    """Returns the tensor of which a node overwrites a slice, if the slice has no other use."""
-    if write.target not in _OVERWRITE or write.users:
-        return None
-    views = _views(write)
+def _is_join(write: fx.Node, views: Sequence[fx.Node]) -> bool:
+    """Whether a node overwrites one range of a tensor, all of its bounds known, or all of it."""
+    if write.target not in _OVERWRITE or any(v.target is not _aten.slice.Tensor for v in views):
+        return False
     # A slice of a slice is not one range of the whole.
     parts = [view for view in views if not _cut(view).is_whole]
-    return views[-1].args[0] if views and len(parts) <= 1 else None
+    return not parts or (len(parts) == 1 and _bounds(parts[0]) is not None)
 
 
-def _only_written(node: Any) -> bool:
-    """Whether a node is a slice of known bounds that is made only to be overwritten."""
-    return (
-        isinstance(node, fx.Node)
-        and node.target is _aten.slice.Tensor
-        and all(
-            user.args[0] is node and (user.target in _OVERWRITE or _only_written(user))
-            for user in node.users
-        )
-        and (_cut(node).is_whole or _bounds(node) is not None)
-    )
+def _join(
+    graph: fx.Graph, write: fx.Node, views: Sequence[fx.Node], whole: fx.Node, value: fx.Node
+) -> fx.Node:
+    """Adds the tensor that such a write leaves behind.
 
-
-def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    """Adds the tensor that a write leaves behind: its ``_written_whole`` with the value in it.
-
-    Both, ``whole`` from before the write, are nodes of ``graph``.
+    Both ``whole``, the tensor from before the write, and the value are nodes of ``graph``.
     """
-    parts = [view for view in _views(write) if not _cut(view).is_whole]
+    parts = [view for view in views if not _cut(view).is_whole]
     bounds = _bounds(parts[0]) if parts else None
     if bounds is None:
         return value
@@ -462,16 +376,6 @@ def _joined_along(cat: Any) -> int:
     dimension: int = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     rank: int = cat.meta["val"].ndim
     return dimension % rank
-
-
-def _views(write: fx.Node) -> list[Any]:
-    """Returns the slices that lead to what a node overwrites, the last one first."""
-    views: list[Any] = []
-    view: Any = write.args[0]
-    while _only_written(view):
-        views.append(view)
-        view = view.args[0]
-    return views
 
 
 def _cut(view: Any) -> _Cut:

@@ -63,7 +63,7 @@ def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, inputs: Sequence[
 
 
 class Call:
-    """A node's call, as a function of those of its arguments that are nodes.
+    """A call, as a function of those of its arguments that are nodes.
 
     Attributes:
         nodes: These arguments.
@@ -71,9 +71,9 @@ class Call:
         key: Equal for calls that lead to equal traces.
     """
 
-    def __init__(self, target: Any, node: fx.Node) -> None:
+    def __init__(self, target: Any, args: Any, kwargs: Any) -> None:
         self._target = target
-        self._leaves, self._spec = pytree.tree_flatten((node.args, node.kwargs))
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self.nodes = [leaf for leaf in self._leaves if isinstance(leaf, fx.Node)]
         self.values = values(self.nodes)
         self.key = target, self._spec, tuple(map(_description, values(self._leaves)))
