@@ -376,7 +376,7 @@ def through_halves(x: Tensor) -> tuple[Tensor, ...]:
     y = x * 2
     first, second = y.chunk(2, dim=1)
     for column in second.unbind(1):
-        column += first[:, 0]
+        column.add_(first[:, 0])
     first.copy_(second * 2)
     return y, first, second
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, reject, settings
 from hypothesis import strategies as st
+from test_decomposition import Call, decompose, traced
 from torch import Tensor
 
 from dynamo_moe.private import tracer
 from dynamo_moe.tracing.nodes import NeedsRetraceError
-from test_decomposition import Call, decompose, traced
 
 pytestmark = pytest.mark.skipif(
     tracer.missing() is not None, reason="needs a version of PyTorch that is known"
