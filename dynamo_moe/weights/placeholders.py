@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dynamo_moe.private.pytorch import tensors_replaced
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
+from dynamo_moe.weights.packed_linear import packed_layers
 
 Lazies = dict[int, LazyTensor]
 """Lazy tensors by the address of their placeholder."""
@@ -108,7 +109,10 @@ def as_ir(
 
 @contextlib.contextmanager
 def placeholders(model: nn.Module) -> Iterator[Lazies]:
-    """Replaces a model's lazy parameters and buffers until the context ends."""
+    """Replaces a model's lazy parameters and buffers until the context ends.
+
+    Packed linear layers have a lazy weight for that time.
+    """
     lazies: Lazies = {}
     made: dict[int, Tensor] = {}
 
@@ -120,8 +124,11 @@ def placeholders(model: nn.Module) -> Iterator[Lazies]:
             lazies[made[id(tensor)].data_ptr()] = tensor
         return made[id(tensor)]
 
-    with tensors_replaced(model, placeholder):
-        yield lazies
+    with contextlib.ExitStack() as exported:
+        for layer in packed_layers(model).values():
+            exported.enter_context(layer.exported())
+        with tensors_replaced(model, placeholder):
+            yield lazies
 
 
 def attach(model: ir.Model, lazies: Lazies) -> None:
