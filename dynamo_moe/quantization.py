@@ -203,6 +203,29 @@ def quantize(
     )
 
 
+@torch.no_grad()
+def round_linear(
+    model: nn.Module,
+    paths: Collection[str],
+    weight_format: str,
+    *,
+    group: int | None = None,
+    zero_points: bool = False,
+) -> None:
+    """Rounds the linear layers at some paths, as :func:`quantize` has those of the same options.
+
+    Raises:
+        ValueError: If there is no plain linear layer at a path.
+    """
+    rounding = _Rounding.to(weight_format, group, zero_points, None)
+    found, plain = linear_layers(model, converted_layers(model), ())
+    for path in paths:
+        if path not in found:
+            why = plain.get(path, "there is none")
+            raise ValueError(f"{path} cannot be rounded as a linear layer: {why}")
+        _pack_linear(path, found[path], rounding)
+
+
 def _check_options(
     encodings: Sequence[Encoding], group: int | None, zero_points: bool, scales: Scales | None
 ) -> None:
