@@ -47,8 +47,7 @@ FORMS |= {
 _OF_QMOE = [
     name
     for name, form in FORMS.items()
-    if form.get("weight_format") in (None, "int4 rows", "int8 rows")
-    and name not in ("on input", "int4 rows, zero points")
+    if form.get("weight_format") in (None, "int4 rows", "int8 rows") and name != "on input"
 ]
 
 
@@ -167,10 +166,18 @@ def test_tokens_are_not_rounded(tmp_path: Path) -> None:
     assert error < 5e-4
 
 
-def test_zero_points_of_whole_rows(tmp_path: Path) -> None:
-    model = layer("dropless", **FORMS["int4 rows, zero points"])
-    with pytest.raises(ValueError, match="is wrong with zero points of whole rows"):
-        dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime")
+@pytest.mark.parametrize("form", [{}, {"biases": False}, {"interleaved": True}], ids=str)
+@pytest.mark.parametrize("zero_points", ["groups", "experts"])
+def test_zero_points_of_whole_rows(zero_points: Any, form: dict[str, Any], tmp_path: Path) -> None:
+    """Of rows of two lengths, which share a byte by neighbours."""
+    options = GATED | {"width": 48, "hidden": 24, **form}
+    case = packed_case("dropless", "int4 rows", zero_points=zero_points, **options)
+    model, path = PackedLayer(case).eval(), tmp_path / "x.onnx"
+    x = case.arguments["x"]
+    report = dynamo_moe.export(model, (x,), path, target="onnxruntime")
+    assert report.nodes["com.microsoft::QMoE"] == 1
+    (result,) = ort.InferenceSession(path).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_target_that_has_no_form_of_it(tmp_path: Path) -> None:
