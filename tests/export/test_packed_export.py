@@ -136,6 +136,20 @@ def test_onnx_runtime_s_own_operator(op: str, form: str, tmp_path: Path) -> None
         torch.testing.assert_close(torch.from_numpy(result), model(x), **approximately)
 
 
+@pytest.mark.parametrize("weight_format", ["int4", "int8 rows"])
+def test_bytes_are_written_as_onnx_runtime_s_operator_takes_them(
+    weight_format: str, tmp_path: Path
+) -> None:
+    """It would fold nodes that reorder them while it loads the file, and hold both for a time."""
+    options = GATED | {"weight_format": weight_format, "biases": False, "group": 16}
+    model, path = layer("dropless", **options), tmp_path / "layer.onnx"
+    report = dynamo_moe.export(model, (tokens(2, 5),), path, target="onnxruntime")
+    assert not report.nodes.keys() & {"Cast", "BitwiseXor", "Split", "Concat"}
+    kinds = [each.data_type for each in onnx.load(path).graph.initializer]
+    assert kinds.count(onnx.TensorProto.UINT8) == 2
+    assert onnx.TensorProto.INT8 not in kinds
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(form: str, tmp_path: Path) -> None:
     """Bytes are read by DequantizeLinear alone, as TensorRT needs of constants."""
