@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.packed_weights import (
+    ENCODINGS,
     WHOLE,
     Encoding,
     PackedWeight,
@@ -175,6 +176,8 @@ def quantize(
     given = [name for name in (weight_format, linear) if name is not None]
     if not given:
         raise ValueError("there is nothing to quantize: weight_format and linear are both None")
+    if linear is not None and linear not in ENCODINGS:
+        raise ValueError(f"linear must be one of {', '.join(ENCODINGS)}; got {linear!r}")
     _check_options([encoding_of(name) for name in given], *options)
     layers = converted_layers(model)
     if weight_format is not None and not layers:

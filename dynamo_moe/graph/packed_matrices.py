@@ -130,7 +130,7 @@ def _in_file(name: str, packed: PackedWeight) -> tuple[str, PackedWeight]:
 
 def _twice(values_NB: Tensor) -> Tensor:
     """Returns twice the E2M1 numbers of bytes, as integers ``[N, K]``."""
-    return (2 * numbers("e2m1", values_NB, torch.float32)).to(torch.int8)
+    return (2 * numbers("e2m1", values_NB, torch.float16)).to(torch.int8)
 
 
 def _half(scales_RC: Tensor, global_scales_N1: Tensor | None = None, *, elements: str) -> Tensor:

@@ -311,7 +311,7 @@ def test_errors_leave_the_model() -> None:
     expected = model(tokens(3))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"weight_format": None}, "weight_format and linear are both None"),
-        ({"linear": "int3"}, "weight_format must be one of int4, mxfp4, fp8, nvfp4, int8; got"),
+        ({"linear": "int3"}, "linear must be one of int4, mxfp4, fp8, nvfp4, int8; got 'int3'"),
         (
             {"weight_format": "mxfp4", "linear": "fp8", "group": 32},
             "mxfp4 and fp8 has blocks of its own, got group=32",
