@@ -27,8 +27,29 @@ from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
 from dynamo_moe.weights.packed_linear import packed_layers
 
-Lazies = dict[int, LazyTensor]
-"""Lazy tensors by the address of their placeholder."""
+
+class Lazies(dict[int, LazyTensor]):
+    """Lazy tensors by the address of their placeholder.
+
+    Attributes:
+        placeholders: The placeholders, by their addresses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placeholders: dict[int, Tensor] = {}
+
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether all can be computed of tensors in memory, so that a model can run with them."""
+        return all(lazy.is_in_memory for lazy in self.values())
+
+    def fill(self) -> None:
+        """Gives the placeholders their values, which take their memory."""
+        for address, tensor in self.placeholders.items():
+            tensor.detach().copy_(self[address].read())
+        self.placeholders.clear()
+
 
 # Bytes of a view that are copied at a time.
 _CHUNK = 2**24
@@ -113,7 +134,7 @@ def placeholders(model: nn.Module) -> Iterator[Lazies]:
 
     Packed linear layers have a lazy weight for that time.
     """
-    lazies: Lazies = {}
+    lazies = Lazies()
     made: dict[int, Tensor] = {}
 
     def placeholder(_path: str, tensor: Any) -> Any:
@@ -121,7 +142,8 @@ def placeholders(model: nn.Module) -> Iterator[Lazies]:
             return tensor
         if id(tensor) not in made:
             made[id(tensor)] = _placeholder(tensor)
-            lazies[made[id(tensor)].data_ptr()] = tensor
+            address = made[id(tensor)].data_ptr()
+            lazies[address], lazies.placeholders[address] = tensor, made[id(tensor)]
         return made[id(tensor)]
 
     with contextlib.ExitStack() as exported:

@@ -359,3 +359,58 @@ def test_the_file_is_small(tmp_path: Path) -> None:
         )
         assert report.parameters_bytes == 2 * (512 * 256 + 4 * 512 * 16 + 4 * 512)
     assert np.isfinite(exact(model[0]).numpy()).all()
+
+
+# --- Checks of a trace, which need values ---
+
+
+class Doubles(nn.Module):
+    """Computes something else for many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y * 2 if x.shape[0] > 300 else y
+
+
+def test_what_a_size_decides_is_seen(tmp_path: Path) -> None:
+    """The trace is compared at other sizes with the packed weights' values."""
+    model = Doubles().eval()
+    dynamo_moe.quantize(model, None, linear="int4")
+    with pytest.raises(dynamo_moe.ExportError, match="was decided for the example, and is wrong"):
+        dynamo_moe.export(model, (tokens(3),), tmp_path / "m.onnx")
+
+
+class TopP(nn.Module):
+    """Experts until their probabilities are 0.6 together, by the layer's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(64, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 64)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(dim=-1)
+        ranked, order = scores.sort(dim=-1, descending=True)
+        kept = ranked.cumsum(dim=-1) - ranked < 0.6
+        weights = torch.zeros_like(scores).scatter(-1, order, ranked * kept)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y = y + weights[..., number, None] * expert(x)
+        return y
+
+
+def test_a_layer_that_is_routed_by_its_own_code(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), TopP()).eval()
+    (replaced,) = dynamo_moe.convert(model).replaced
+    assert replaced.module == "1"
+    dynamo_moe.quantize(model, linear="int4")
+    dynamo_moe.export(model, (tokens(5),), tmp_path / "m.onnx")
+    assert dynamo_moe.verify(tmp_path / "m.onnx", model).passed
