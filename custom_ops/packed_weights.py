@@ -64,10 +64,10 @@ class Encoding:
             global_scales_N1: Global scales, or None.
             dtype: The result's.
         """
-        matrix_NK = _numbers(self.elements, values_NB, dtype)
+        matrix_NK = numbers(self.elements, values_NB, dtype)
         *_, rows, columns = matrix_NK.shape
         block_rows, block_columns = self.blocks(rows, columns, scales_RC.shape[-2:])[0]
-        scales_RC = _numbers(self.scale_elements, scales_RC, dtype)
+        scales_RC = numbers(self.scale_elements, scales_RC, dtype)
         if global_scales_N1 is not None:
             scales_RC = scales_RC * global_scales_N1.to(dtype)
         if block_rows < WHOLE and block_rows > 1:
@@ -125,7 +125,7 @@ def blocks_of(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int
     return -(-rows // block[0]), -(-columns // block[1])
 
 
-def _numbers(elements: str, codes: Tensor, dtype: torch.dtype) -> Tensor:
+def numbers(elements: str, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the numbers of codes in bytes; of what are numbers already, themselves."""
     if elements in ("uint4", "e2m1"):
         codes = _codes(codes.view(torch.uint8))

@@ -21,7 +21,7 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.export_report import ExportReport
-from dynamo_moe.files import inputs, metadata, model_files
+from dynamo_moe.files import file_form, inputs, metadata, model_files
 from dynamo_moe.files.copies import Copies, Copy, with_copies
 from dynamo_moe.graph import dequantized_weights, lowering
 from dynamo_moe.graph.checking import InvalidGraphError, check
@@ -124,8 +124,8 @@ def export(
             of the arguments of the model's forward.
         output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
         opset: Version of the standard operators, at least 18; None: 23 with ``onnxruntime``, which
-            ONNX Runtime 1.23 reads, and 20 with the others, or 21 where a checkpoint's packed
-            matrices need it. Below 21 these are decoded as they are written.
+            ONNX Runtime 1.23 reads, and 20 with the others, or 21 where packed matrices need it.
+            Below 21 these are decoded as they are written.
         fuse: From opset 23 on, what a model writes out becomes one node each: RMS norms
             ``RMSNormalization``, rotary embeddings ``RotaryEmbedding``, and with target
             ``onnxruntime`` attention ``Attention``, which extends the cache of keys and values
@@ -290,6 +290,7 @@ def _write(
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
+        file_form.store_linear(model_ir, model)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         inputs.store(model_ir, tensors, graph.sizes)
@@ -370,7 +371,7 @@ def _graph_with(
     lazies: placeholders.Lazies,
     sharing: SharedTrace | None = None,
 ) -> _Graph:
-    trials = SizeTrials(example, has_values=not lazies)
+    trials = SizeTrials(example, has_values=lazies.are_in_memory, prepare=lazies.fill)
     program = captured(
         model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
     )

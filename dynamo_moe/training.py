@@ -41,6 +41,7 @@ from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, DynamicShapes, resolve
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import all_nodes
+from dynamo_moe.weights.packed_linear import packed_layers
 
 LOSS = "loss"
 """The name of a training file's first output."""
@@ -107,6 +108,8 @@ def export_training(
         raise ValueError(
             f"the experts of {packed!r} are packed: quantise a model once it is trained"
         )
+    if linear := next(iter(packed_layers(model)), None):
+        raise ValueError(f"the weight of {linear!r} is packed: quantise a model once it is trained")
     reason = gradients.missing()
     if reason is not None:
         raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")

@@ -17,14 +17,18 @@ PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscri
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def open_session(path: Path, threads: int | None = None) -> Any:
-    """Loads a file, with default options but for the number of threads."""
+def open_session(
+    path: Path, threads: int | None = None, entries: Mapping[str, str] | None = None
+) -> Any:
+    """Loads a file, with default options but for the number of threads, and session entries."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if threads is not None:
         options.intra_op_num_threads = threads
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
     return onnxruntime.InferenceSession(path, options)
 
 

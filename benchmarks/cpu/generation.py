@@ -1,12 +1,17 @@
 """How fast do files of language models generate on a CPU, ours and onnxruntime-genai's builder's?
 
     python -m benchmarks.cpu.generation --json result.json
+    python -m benchmarks.cpu.generation --quantized --case "qwen3moe 1024" --json result.json
 
 Four families at two widths, four layers, random float32 weights. Each turn is a process of its own
 with one thread, which loads a file, reads a prompt of 256 tokens, and then decodes one token after
 256 in the cache, over and over. Files whose attention writes into the cache get one buffer as past
 and present, the others new arrays, as their runtimes do. PyTorch runs the model itself with its own
 cache. All logits are compared with PyTorch's.
+
+With ``--quantized``, the variants are files of one model with experts, and then all linear layers,
+in int4 with groups of 32, and PyTorch's model is quantised alike. Every file keeps tokens as they
+are.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from benchmarks.common.onnx_files import (
     PACKAGES,
     Array,
     count_nodes,
+    file_bytes,
     open_session,
     relative_error,
 )
@@ -50,6 +56,18 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     BUILDER: None,
     PYTORCH: None,
 }
+_ALL = {"linear": "int4", "ignore": ()}
+# The same, and under ``quantize`` what is rounded before.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "float32, onnxruntime": {"target": "onnxruntime"},
+    "float32, plugin": {"target": "plugin"},
+    "experts int4, onnxruntime": {"target": "onnxruntime", "quantize": {}},
+    "experts int4, plugin": {"target": "plugin", "quantize": {}},
+    "all int4, onnxruntime": {"target": "onnxruntime", "quantize": _ALL},
+    "all int4, plugin": {"target": "plugin", "quantize": _ALL},
+}
+# So that ONNX Runtime does not round tokens where it makes a pair of nodes one.
+EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
 
 
 class NoFileError(Exception):
@@ -124,11 +142,12 @@ def export(case: Case, options: dict[str, Any] | None, path: Path) -> None:
     """Writes a file: ours, or the builder's."""
     import dynamo_moe
 
-    model = case.build()
     if options is not None:
-        dynamo_moe.convert(model)
+        options = dict(options)
+        model = build(case, options.pop("quantize", None))
         dynamo_moe.export_language_model(model, path, external_data=True, **options)
         return
+    model = case.build()
     checkpoint = path.parent / "checkpoint"
     model.save_pretrained(checkpoint)
     _tokenizer().save_pretrained(checkpoint)
@@ -138,6 +157,17 @@ def export(case: Case, options: dict[str, Any] | None, path: Path) -> None:
     if not path.exists():
         message = done.stderr.strip().rpartition("\n")[2]
         raise NoFileError(message.replace(str(checkpoint), case.family))
+
+
+def build(case: Case, quantize: Mapping[str, Any] | None) -> Any:
+    """Returns the model, converted, and rounded with these options."""
+    import dynamo_moe
+
+    model = case.build()
+    dynamo_moe.convert(model)
+    if quantize is not None:
+        dynamo_moe.quantize(model, **quantize)
+    return model
 
 
 def _tokenizer() -> Any:
@@ -162,19 +192,28 @@ class Turn:
 def turn(case: Case, path: Path | None, *, shared: bool) -> Turn:
     """Loads a file, or the model for None, and runs the prompt and the step."""
     began = time.perf_counter()
-    calls = _calls_of_pytorch(case) if path is None else _calls_of_file(case, path, shared=shared)
+    if path is None:
+        calls = _calls_of_pytorch(case, case.build())
+    else:
+        calls = _calls_of_file(case, path, shared=shared)
     load_ms = (time.perf_counter() - began) * 1e3
     logits = {name: call() for name, call in calls.items()}
     times = {name: [milliseconds(call) for _ in range(RUNS[name])] for name, call in calls.items()}
     return Turn(load_ms, resident_bytes(peak=True), times, logits)
 
 
-def _calls_of_pytorch(case: Case) -> dict[str, Callable[[], Array]]:
+def reference(case: Case, quantize: Mapping[str, Any] | None) -> dict[str, Array]:
+    """Returns PyTorch's logits of the prompt and of the step."""
+    calls = _calls_of_pytorch(case, build(case, quantize))
+    return {name: call() for name, call in calls.items()}
+
+
+def _calls_of_pytorch(case: Case, model: Any) -> dict[str, Callable[[], Array]]:
     import torch
     from transformers import DynamicCache
 
     torch.set_num_threads(1)
-    model, feeds = case.build(), inputs(case)
+    feeds = inputs(case)
 
     def call(feed: Mapping[str, Array]) -> Array:
         given = {name: torch.from_numpy(value) for name, value in feed.items()}
@@ -193,7 +232,7 @@ def _calls_of_pytorch(case: Case) -> dict[str, Callable[[], Array]]:
 
 
 def _calls_of_file(case: Case, path: Path, *, shared: bool) -> dict[str, Callable[[], Array]]:
-    session, feeds = open_session(path, 1), inputs(case)
+    session, feeds = open_session(path, 1, EXACT), inputs(case)
     empty = np.zeros((1, GROUPS, 0, case.width // HEADS), np.float32)
     outputs = [value.name for value in session.get_outputs()]
     tokens = ("input_ids", "attention_mask")
@@ -236,10 +275,12 @@ def _into_buffers(case: Case, session: Any, feed: Mapping[str, Array]) -> Callab
     return call
 
 
-def measure(case: Case, folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(
+    case: Case, variants: Mapping[str, dict[str, Any] | None], folder: Path, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Exports, compares and times the variants of one model, or says why one has no file."""
     found: dict[str, dict[str, Any]] = {}
-    for name, options in VARIANTS.items():
+    for name, options in variants.items():
         if name == PYTORCH:
             found[name] = {"nodes": None}
             continue
@@ -249,19 +290,26 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
         try:
             with quiet():
                 export(case, options, path)
-            found[name] = {"nodes": count_nodes(path)["nodes"]}
+            found[name] = {"nodes": count_nodes(path)["nodes"], "file bytes": file_bytes(path)}
         except NoFileError as error:
             found[name] = {"error": str(error)}
     taken: dict[str, list[Turn]] = {name: [] for name, row in found.items() if "error" not in row}
+    wanted: dict[str, dict[str, Array]] = {}
     with fresh_processes() as processes:
         for number, name in turns(taken, rounds):
             print(f"{case.name}: turn {number + 1} of {rounds}, {name}", flush=True)
             file = None if name == PYTORCH else folder / name / "model.onnx"
             shared = name == BUILDER or "shared" in name
             taken[name].append(processes.submit(turn, case, file, shared=shared).result())
-    expected = taken[PYTORCH][0].logits
+        expected: dict[str, dict[str, Array]] = {}
+        for name in taken:
+            quantize = (variants[name] or {}).get("quantize")
+            rounding = str(quantize)
+            if rounding not in expected:
+                expected[rounding] = processes.submit(reference, case, quantize).result()
+            wanted[name] = expected[rounding]
     for name, each in taken.items():
-        off = max(relative_error(t.logits[part], expected[part]) for t in each for part in RUNS)
+        off = max(relative_error(t.logits[part], wanted[name][part]) for t in each for part in RUNS)
         found[name] |= {
             "max relative error": off,
             "load ms": asdict(Timing.of([t.load_ms for t in each])),
@@ -282,9 +330,10 @@ def show(cases: list[dict[str, Any]]) -> None:
                 print(f"{case['name']}, {name}: {row['error']}")
                 continue
             times = [report.digits(row[f"{part} ms"]["best"]) for part in ("load", *RUNS)]
-            peak = f"{row['peak bytes'] / 1e6:.0f}"
-            rows.append([case["name"], name, row["nodes"] or "", *times, peak])
-    columns = ["model", "variant", "nodes", "load, ms", "prompt, ms", "step, ms", "peak, MB"]
+            sizes = [f"{row.get(f'{what} bytes', 0) / 1e6:.0f}" for what in ("file", "peak")]
+            rows.append([case["name"], name, row["nodes"] or "", *times, *sizes])
+    columns = ["model", "variant", "nodes", "load, ms", "prompt, ms", "step, ms"]
+    columns += ["file, MB", "peak, MB"]
     print(report.table("generation", columns, rows))
 
 
@@ -293,6 +342,7 @@ def main() -> None:
     known = report.parser(__doc__, "json")
     known.add_argument("--turns", type=int, default=3, help="processes of each file")
     known.add_argument("--case", default="", help="only models whose name contains this")
+    known.add_argument("--quantized", action="store_true", help="files in float32 and in int4")
     known.add_argument("--quick", action="store_true", help="narrow models, one turn")
     given: argparse.Namespace = known.parse_args()
     chosen = [case for case in CASES if given.case.lower() in case.name.lower()]
@@ -309,9 +359,10 @@ def main() -> None:
         "prompt": PROMPT,
     }
     result["cases"] = []
+    chosen_variants = QUANTIZED if given.quantized else VARIANTS
     for case in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            variants = measure(case, Path(folder), rounds)
+            variants = measure(case, chosen_variants, Path(folder), rounds)
         result["cases"].append({"name": case.name, "variants": variants})
     show(result["cases"])
     report.write_json(given.json, result)

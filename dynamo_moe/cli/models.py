@@ -40,7 +40,7 @@ from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, Bod
 from dynamo_moe.progress.display import shown
 
 if TYPE_CHECKING:
-    from dynamo_moe.files.file_form import FileForm
+    from dynamo_moe.files.file_form import ExpertsForm, FileForm
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -138,8 +138,25 @@ def export(
         int | None,
         typer.Option(
             metavar="N",
-            help="With --quantize: values of a row that share a scale, in int4 and int8.",
+            help="Of what is quantized: values of a row that share a scale, in int4 and int8.",
             show_default="32 in int4, a row in int8",
+        ),
+    ] = None,
+    quantize_linear: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Round the other linear layers too: those of attention, dense MLPs and shared "
+            "experts, but no routers.",
+        ),
+    ] = None,
+    quantize_ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --quantize-linear: a layer that stays, by its path or the last parts of "
+            "it, with [cyan]*[/]; may be repeated. [cyan]''[/]: none stays.",
+            show_default="lm_head",
         ),
     ] = None,
     strict: Annotated[
@@ -293,8 +310,7 @@ def export(
     with failures(debug):
         if static and dynamic:
             raise UsageError("--static and --dynamic contradict each other")
-        if group is not None and not quantize:
-            raise UsageError("--group needs --quantize")
+        rounding = _rounding(quantize, quantize_linear, group, quantize_ignore)
         out = _one_output(out, output)
         out = out.resolve() if folder_format is not None else out
         hf = hf or is_checkpoint(model)
@@ -346,7 +362,7 @@ def export(
                 module, args = _load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
             _convert(console, module, args, conversion, strict, outcome)
-            outcome.quantization = _quantize(console, module, quantize, group)
+            outcome.quantization = _quantize(console, module, rounding)
             outcome.exported = exported = _export(
                 console, module, args, target_file, options, mute=mute
             )
@@ -354,7 +370,7 @@ def export(
                 with named_finally(outcome, exported, target_file, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
-                        _quantize(console, module, quantize, group)
+                        _quantize(console, module, rounding)
                     report = outcome.verification = _verify(console, exported.path, module, None)
                     _check(report)
 
@@ -389,7 +405,7 @@ def verify(
 ) -> None:
     """Compare an ONNX file, in ONNX Runtime, with the PyTorch model it came from.
 
-    The model's experts are rounded or cast as the file's are.
+    The model's experts are rounded or cast as the file's are, and its linear layers rounded.
     """
     console = Console(file=sys.stderr, quiet=quiet)
     with failures(debug):
@@ -472,13 +488,33 @@ def _convert(
         )
 
 
+def _rounding(
+    experts: str | None, linear: str | None, group: int | None, ignore: list[str] | None
+) -> dict[str, Any]:
+    """Returns the options of ``quantize``; nothing where nothing is to be rounded."""
+    if group is not None and not (experts or linear):
+        raise UsageError("--group needs --quantize or --quantize-linear")
+    if ignore is not None and not linear:
+        raise UsageError("--quantize-ignore needs --quantize-linear")
+    if not (experts or linear):
+        return {}
+    options: dict[str, Any] = {"weight_format": experts, "linear": linear, "group": group}
+    return options if ignore is None else options | {"ignore": [name for name in ignore if name]}
+
+
 def _quantize(
-    console: Console, module: nn.Module, weight_format: str | None, group: int | None
+    console: Console, module: nn.Module, options: dict[str, Any]
 ) -> dynamo_moe.QuantizationReport | None:
-    if weight_format is None:
+    if not options:
         return None
-    with step(console, f"Rounding the experts to {weight_format}"):
-        return dynamo_moe.quantize(module, weight_format, group=group)
+    experts, linear = options["weight_format"], options["linear"]
+    what = [*_rounded("experts", experts), *_rounded("linear layers", linear)]
+    with step(console, f"Rounding {' and '.join(what)}"):
+        return dynamo_moe.quantize(module, **options)
+
+
+def _rounded(what: str, weight_format: str | None) -> list[str]:
+    return [] if weight_format is None else [f"the {what} to {weight_format}"]
 
 
 def _open_checkpoint(console: Console, folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -513,7 +549,8 @@ def _load_as_in(
     module = _load_checkpoint(console, folder, dtype, conversion)
     # The checkpoint's own packed experts are in memory decoded.
     if form.experts and form.experts.weight_format and not _is_packed(opened):
-        _round_as_in(form, console, module, None)
+        _round_experts(form.experts, console, module, None)
+    _round_linear(form, console, module)
     return module
 
 
@@ -529,15 +566,29 @@ def _is_packed(opened: nn.Module) -> bool:
 def _round_as_in(
     form: FileForm, console: Console, module: nn.Module, args: tuple[Any, ...] | None
 ) -> None:
-    """Rounds a model's experts where a file's are packed."""
-    experts = form.experts
-    if experts is None or experts.weight_format is None:
-        return
+    """Rounds a model's experts and linear layers where a file's are packed."""
+    if form.experts and form.experts.weight_format:
+        _round_experts(form.experts, console, module, args)
+    _round_linear(form, console, module)
+
+
+def _round_experts(
+    experts: ExpertsForm, console: Console, module: nn.Module, args: tuple[Any, ...] | None
+) -> None:
     with step(console, f"Rounding the experts to {experts.weight_format}"):
         dynamo_moe.convert(module, args or ())
         dynamo_moe.quantize(
             module, experts.weight_format, group=experts.group, zero_points=experts.zero_points
         )
+
+
+def _round_linear(form: FileForm, console: Console, module: nn.Module) -> None:
+    from dynamo_moe.quantization import round_linear
+
+    for linear in form.linear:
+        layers, name = linear.layers, linear.weight_format
+        with step(console, f"Rounding {len(layers)} linear layers to {name}"):
+            round_linear(module, layers, name, group=linear.group, zero_points=linear.zero_points)
 
 
 def _check_body(body: str, target: str) -> None:

@@ -1,16 +1,15 @@
 """Packed weights of matrix products, which the file keeps packed and DequantizeLinear reads.
 
-A checkpoint's quantised weights are lazy tensors that decode. Where such a matrix goes into
-products alone, the graph gets what it is decoded from, laid out as the product wants it.
+Where a matrix that decodes goes into products alone, the graph gets what it is decoded from: as
+the operator of a runtime that multiplies packed matrices, or laid out for DequantizeLinear and the
+product.
 
 Legend: N rows (out), K columns (in) of a matrix, R and C the rows and columns of its blocks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -18,13 +17,20 @@ import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
-from custom_ops.dtypes import KERNEL_FLOATS
-from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from custom_ops.weight_formats import SCALES, ZERO_POINTS
 from dynamo_moe.graph.matching import Writer, typed
-from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
-from dynamo_moe.weights.packed_tensors import is_decoding, packed_matrix
-from dynamo_moe.weights.placeholders import Lazies, as_ir
+from dynamo_moe.graph.matmul_nbits import multiply_packed, operands, takes
+from dynamo_moe.graph.packed_matrices import (
+    LeftError,
+    PackedMatrix,
+    decoded,
+    initializer,
+    matrix_of,
+    packed_matrices,
+)
+from dynamo_moe.operators.foreign import ForeignOperator
+from dynamo_moe.weights.lazy_tensors import computed
+from dynamo_moe.weights.placeholders import Lazies
 
 OPSET = 21
 """The first with integers of 4 bits, and with blocks in DequantizeLinear."""
@@ -43,13 +49,17 @@ _PANEL_ROWS = 1024
 
 def opset_of(lazies: Lazies) -> int:
     """Returns the opset that a model's packed matrices need; 0 if it has none."""
-    matrices = (lazy for lazy in lazies.values() if lazy.ndim == 2 and is_decoding(lazy))
-    found = filter(None, map(packed_matrix, matrices))
-    return max((_opset_of(*matrix) for matrix in found if matrix[0] in _TYPES), default=0)
+    found = packed_matrices(lazies)
+    return max((_opset_of(name, packed.scales.shape[1]) for name, packed in found), default=0)
 
 
-def dequantize_weights(model: ir.Model) -> set[str]:
-    """Puts DequantizeLinear of packed tensors in the place of decoded matrices of products.
+def dequantize_weights(model: ir.Model, product: ForeignOperator | None = None) -> set[str]:
+    """Puts what decoded matrices of products are decoded from in their place.
+
+    Args:
+        model: The graph, simplified.
+        product: A runtime's operator that multiplies packed matrices; what it does not take, and
+            without it all, DequantizeLinear reads.
 
     Returns:
         The names of the initializers that hold packed weights.
@@ -57,17 +67,24 @@ def dequantize_weights(model: ir.Model) -> set[str]:
     graph, writer = model.graph, Writer(model.graph, "dequantized")
     added: set[str] = set()
     for weight in list(graph.initializers.values()):
-        decoded = _decoded(weight)
-        if decoded is None:
+        raw, users = decoded(weight), [node for node, _ in weight.uses()]
+        if raw is None:
             continue
         try:
-            matrix = _matrix_of(weight, decoded, model.opset_imports[""])
-        except _LeftError:
+            matrix = matrix_of(weight, raw)
+            is_multiplied = product is not None and takes(matrix, users)
+            if not is_multiplied:
+                _check(matrix, model.opset_imports[""])
+        except LeftError:
             continue
-        users = [node for node, _ in weight.uses()]
-        inputs = _initializers(str(weight.name), matrix)
+        made = operands if is_multiplied else _initializers
+        inputs = made(str(weight.name), matrix)
         for user in users:
-            _dequantize(writer, user, matrix, inputs)
+            if product is not None and is_multiplied:
+                multiply_packed(writer, user, matrix, inputs, product)
+                model.opset_imports.setdefault(product.domain, 1)
+            else:
+                _dequantize(writer, user, matrix, inputs)
         graph.initializers.pop(str(weight.name))
         for value in inputs:
             graph.register_initializer(value)
@@ -82,12 +99,10 @@ def notes(model: ir.Model) -> list[str]:
 
 def _kept(initializers: Mapping[str, ir.Value]) -> Iterator[str]:
     """Says how many matrices stay packed, and what runtimes do with them."""
+    if multiplied := _packed(initializers, ir.DataType.UINT8):
+        yield f"{len(multiplied)} weights of products stay packed, for MatMulNBits"
     for encoding, (dtype, _) in _TYPES.items():
-        packed = [
-            name
-            for name, value in initializers.items()
-            if value.dtype == dtype and f"{name}{SCALES}" in initializers
-        ]
+        packed = _packed(initializers, dtype)
         if not packed:
             continue
         rounding = (
@@ -100,109 +115,53 @@ def _kept(initializers: Mapping[str, ir.Value]) -> Iterator[str]:
             yield "packed weights have zero points, which TensorRT refuses: opset=20 decodes them"
 
 
+def _packed(initializers: Mapping[str, ir.Value], dtype: ir.DataType) -> list[str]:
+    """Returns the weights of a type that have scales of a matrix beside them; experts' have E."""
+    scales = {name: initializers.get(f"{name}{SCALES}") for name in initializers}
+    return [
+        name
+        for name, beside in scales.items()
+        if initializers[name].dtype == dtype
+        and beside is not None
+        and beside.shape is not None
+        and beside.shape.rank() <= 2
+    ]
+
+
 def _left(model: ir.Model) -> list[str]:
     """Says which packed matrices are decoded, one for each reason."""
     found: dict[str, str] = {}
     for weight in model.graph.initializers.values():
-        decoded = _decoded(weight)
-        if weight.uses() and decoded is not None:
+        raw = decoded(weight)
+        if weight.uses() and raw is not None:
             try:
-                _matrix_of(weight, decoded, model.opset_imports[""])
-            except _LeftError as error:
+                _check(matrix_of(weight, raw), model.opset_imports[""])
+            except LeftError as error:
                 found.setdefault(str(error), str(weight.name))
     return [f"packed weights such as {name} are decoded: {why}" for why, name in found.items()]
 
 
-class _LeftError(Exception):
-    """A weight stays decoded; the message says why."""
-
-
-class _Matrix(NamedTuple):
-    """A packed matrix, as DequantizeLinear takes it.
-
-    Attributes:
-        encoding: Its format.
-        packed: Its tensors, of ``[N, K]``.
-        dtype: The dtype of its numbers.
-    """
-
-    encoding: str
-    packed: PackedWeight
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(N, K)``."""
-        rows, row_bytes = self.packed.values.shape
-        return rows, row_bytes * ENCODINGS[self.encoding].per_byte
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """The rows and columns that share a scale; of a whole row, or all rows, those it has."""
-        rows, columns = self.shape
-        found = ENCODINGS[self.encoding].blocks(rows, columns, self.packed.scales.shape)
-        return min(found[0][0], rows), min(found[0][1], columns)
-
-    @property
-    def depth(self) -> int:
-        """The columns that share a scale once a block that is cut off has the others' size.
-
-        TensorRT divides the columns by the scales.
-        """
-        return math.gcd(self.block[1], self.shape[1])
-
-    @property
-    def computes_in(self) -> torch.dtype:
-        """A dtype that has the scales' values; what it computes is then cast to the matrix's."""
-        scales = self.packed.scales.dtype
-        return self.dtype if scales == self.dtype else torch.float32
-
-
-def _decoded(weight: ir.Value) -> LazyTensor | None:
-    """Returns the values of a matrix that is decoded from packed tensors; None if it is not."""
-    raw = getattr(weight.const_value, "raw", None)
-    is_matrix = isinstance(raw, LazyTensor) and raw.ndim == 2 and is_decoding(raw)
-    return raw if is_matrix else None
-
-
-def _matrix_of(weight: ir.Value, raw: LazyTensor, opset: int) -> _Matrix:
-    """Returns the packed matrix of a decoded weight.
+def _check(matrix: PackedMatrix, opset: int) -> None:
+    """Checks that DequantizeLinear reads a matrix.
 
     Raises:
-        _LeftError: If it cannot take the weight's place.
+        LeftError: If it does not.
     """
-    uses = {_lies_by_rows(node) if index == 1 else None for node, index in weight.uses()}
-    if len(uses) != 1 or None in uses or weight.is_graph_output():
-        raise _LeftError("other operators than products use them")
-    found = packed_matrix(raw if uses == {True} else raw.permute(1, 0))
-    if found is None or raw.dtype not in KERNEL_FLOATS:
-        raise _LeftError("they are not in blocks, or were changed")
-    encoding, packed = found
-    if encoding not in _TYPES:
-        raise _LeftError(f"ONNX Runtime's DequantizeLinear does not read {encoding}")
-    if _opset_of(encoding, packed) > opset:
-        raise _LeftError(f"opset {opset} has no DequantizeLinear of {encoding}, but {OPSET} has")
-    matrix = _Matrix(encoding, packed, raw.dtype)
+    encoding = matrix.encoding
+    if _opset_of(encoding, matrix.packed.scales.shape[1]) > opset:
+        raise LeftError(f"opset {opset} has no DequantizeLinear of {encoding}, but {OPSET} has")
     if matrix.depth < _LEAST_DEPTH:
-        raise _LeftError(f"fewer than {_LEAST_DEPTH} columns would share a scale")
+        raise LeftError(f"fewer than {_LEAST_DEPTH} columns would share a scale")
     if encoding == "int4" and matrix.shape[0] % 2:
-        raise _LeftError("a byte has two rows' numbers, and their number is odd")
-    return matrix
+        raise LeftError("a byte has two rows' numbers, and their number is odd")
 
 
-def _opset_of(encoding: str, packed: PackedWeight) -> int:
-    """Returns the first opset whose DequantizeLinear reads a matrix."""
-    return _TYPES[encoding][1] if packed.scales.shape[1] == 1 else OPSET
+def _opset_of(encoding: str, of_columns: int) -> int:
+    """Returns the first opset whose DequantizeLinear reads a matrix, of so many scales to a row."""
+    return _TYPES[encoding][1] if of_columns == 1 else OPSET
 
 
-def _lies_by_rows(node: ir.Node) -> bool | None:
-    """Whether a product takes its second operand as ``[N, K]``; None if it is no such product."""
-    if node.domain or node.op_type not in ("MatMul", "Gemm"):
-        return None
-    return bool(node.attributes.get_int("transB", 0))
-
-
-def _initializers(name: str, matrix: _Matrix) -> list[ir.Value]:
+def _initializers(name: str, matrix: PackedMatrix) -> list[ir.Value]:
     """Returns the values, the scales and, where there are some, the zero points of a weight."""
     rows, columns = matrix.shape
     dtype, _ = _TYPES[matrix.encoding]
@@ -214,20 +173,14 @@ def _initializers(name: str, matrix: _Matrix) -> list[ir.Value]:
     else:
         values = values.permute(1, 0)
     made = [
-        _initializer(name, values, dtype),
-        _initializer(f"{name}{SCALES}", _without_one(scales_RC.permute(1, 0))),
+        initializer(name, values, dtype),
+        initializer(f"{name}{SCALES}", _without_one(scales_RC.permute(1, 0))),
     ]
     if zero_points_RC is not None:
         size = zero_points_RC.shape[1], rows // 2
         pairs = computed(_turned_zero_points, (zero_points_RC,), size, torch.int8)
-        made.append(_initializer(f"{name}{ZERO_POINTS}", _without_one(pairs), dtype))
+        made.append(initializer(f"{name}{ZERO_POINTS}", _without_one(pairs), dtype))
     return made
-
-
-def _initializer(name: str, tensor: Tensor, dtype: ir.DataType | None = None) -> ir.Value:
-    weight = as_ir(tensor, name, dtype)
-    kind = ir.TensorType(weight.dtype)
-    return ir.Value(name=name, shape=ir.Shape(weight.shape), type=kind, const_value=weight)
 
 
 def _without_one(blocks: Tensor) -> Tensor:
@@ -235,7 +188,9 @@ def _without_one(blocks: Tensor) -> Tensor:
     return blocks.reshape(-1) if blocks.shape[0] == 1 else blocks
 
 
-def _dequantize(writer: Writer, user: ir.Node, matrix: _Matrix, inputs: Sequence[ir.Value]) -> None:
+def _dequantize(
+    writer: Writer, user: ir.Node, matrix: PackedMatrix, inputs: Sequence[ir.Value]
+) -> None:
     """Gives a product the matrix that is read from a weight's initializers."""
     sizes = matrix.shape[::-1]
     values, scales, *zero_points = inputs
@@ -257,7 +212,7 @@ def _dequantize(writer: Writer, user: ir.Node, matrix: _Matrix, inputs: Sequence
     user.attributes.pop("transB", None)
 
 
-def _spread(writer: Writer, user: ir.Node, matrix: _Matrix, scales: ir.Value) -> ir.Value:
+def _spread(writer: Writer, user: ir.Node, matrix: PackedMatrix, scales: ir.Value) -> ir.Value:
     """Returns scales of which each row has its own, and blocks as many columns each."""
     rows, columns = matrix.shape
     of_rows, of_columns = matrix.packed.scales.shape

@@ -35,6 +35,7 @@ from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
 from dynamo_moe.moe_nodes.targets.record import Target
+from dynamo_moe.operators.foreign import ForeignOperator
 from dynamo_moe.operators.registry import find
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.weights import placeholders
@@ -131,7 +132,7 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         None if target.keeps_nodes else FoldStackedWeights(),
         FuseOperators(findings, Fusion(form.fuse, target.takes_attention, form.shared_cache)),
         RollRepeats(),
-        DequantizeWeights(findings),
+        DequantizeWeights(findings, target.packed_product),
         AddBodies(target, form.body) if target.keeps_nodes else None,
         InstantiateUnits(findings),
         NameCanonically(findings),
@@ -319,10 +320,10 @@ class RollRepeats(Step):
 
 
 class DequantizeWeights(Step):
-    """Keeps a checkpoint's packed matrices packed, which DequantizeLinear reads for products."""
+    """Keeps packed matrices of products packed: for DequantizeLinear, or a runtime's operator."""
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self, findings: Findings, product: ForeignOperator | None = None) -> None:
+        self._findings, self._product = findings, product
 
     def requires(self, model: ir.Model) -> None:
         """The graph is simplified, which would read the scales."""
@@ -330,7 +331,7 @@ class DequantizeWeights(Step):
 
     def change(self, model: ir.Model) -> None:
         """Replaces weights that decode."""
-        self._findings.weights |= dequantize_weights(model)
+        self._findings.weights |= dequantize_weights(model, self._product)
 
 
 class AddBodies(Step):

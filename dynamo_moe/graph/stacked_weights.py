@@ -153,6 +153,21 @@ def _constant(value: ir.Value | None) -> list[int]:
     return numbers
 
 
+def _cast(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
+    """Bytes with a sign as bytes without."""
+    to_bytes = node.attributes["to"].as_int() == ir.DataType.UINT8
+    is_signed = operands[0].dtype == torch.int8
+    return operands[0].view(torch.uint8) if to_bytes and is_signed else None
+
+
+def _xor(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
+    """Bytes whose bits are turned by a constant."""
+    tensor = ir.convenience.get_const_tensor(node.inputs[1]) if node.inputs[1] else None
+    if tensor is None or tensor.size != 1 or operands[0].dtype != torch.uint8:
+        return None
+    return operands[0].bitwise_xor(int(tensor.numpy().item()))
+
+
 def _slice(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
     bounds = [_constant(value) for value in node.inputs[1:]]
     if len(bounds) != 4 or any(len(numbers) != 1 for numbers in bounds) or bounds[3] != [1]:
@@ -163,6 +178,8 @@ def _slice(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
 
 
 _MEANINGS: dict[str, Callable[[ir.Node, list[Any]], Any]] = {
+    "BitwiseXor": _xor,
+    "Cast": _cast,
     "Concat": _concat,
     "Identity": lambda node, operands: operands[0],
     "Reshape": _reshape,

@@ -48,6 +48,7 @@ ONNXRUNTIME_QMOE = ForeignOperator(
     ),
 )
 TRT_MOE = ForeignOperator("TensorRT", "trt", "TRT_MoE", any_domain=True)
+ONNXRUNTIME_MATMUL = ForeignOperator("ONNX Runtime", "com.microsoft", "MatMulNBits")
 ONNXRUNTIME_ATTENTION = ForeignOperator("ONNX Runtime", "com.microsoft", "GroupQueryAttention")
 
 # Of MoE layers.

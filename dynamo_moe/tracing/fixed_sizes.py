@@ -77,12 +77,18 @@ class SizeTrials:
         sizes: Sizes that decisions name.
     """
 
-    def __init__(self, example: DynamicExample, *, has_values: bool = True) -> None:
-        """Makes trials of what is traced with an example."""
+    def __init__(
+        self,
+        example: DynamicExample,
+        *,
+        has_values: bool = True,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Makes trials of what is traced with an example; ``prepare`` runs before a run."""
         self.notes: list[str] = []
         self.sizes: set[int] = set()
         self._example = example
-        self._has_values = has_values
+        self._has_values, self._prepare = has_values, prepare
 
     def check(
         self,
@@ -167,6 +173,8 @@ class SizeTrials:
             few = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) <= _FEW_ELEMENTS
             threads = one_thread() if few else contextlib.nullcontext()
             values = contextlib.nullcontext() if self._has_values else without_values()
+            if self._has_values and self._prepare is not None:
+                self._prepare()
             with torch.no_grad(), torch.random.fork_rng(devices=()), threads, values:
                 return run(leaves)
 

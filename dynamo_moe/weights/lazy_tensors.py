@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dynamo_moe.private.pytorch import OpOverload, schema_of, wrapper_subclass
-from dynamo_moe.pytree import tree_map_only
+from dynamo_moe.pytree import tree_leaves, tree_map_only
 
 CHUNK_BYTES = 2**23
 """The memory that :meth:`LazyTensor.chunks` takes, unless one row is larger."""
@@ -155,6 +155,14 @@ class LazyTensor(Tensor):
         while isinstance(source, _Result) and source.function in _SAME_BYTES:
             source = getattr(source.args[0], "_source", None)
         return source if isinstance(source, Stored) else None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is made of tensors in memory alone."""
+        if isinstance(self._source, Stored):
+            return False
+        parts = tree_leaves((self._source.args, self._source.kwargs))
+        return all(part.is_in_memory for part in parts if isinstance(part, LazyTensor))
 
     def of_others(self, other: Callable[[Tensor], Tensor | None]) -> LazyTensor:
         """Returns this tensor as it would be if it had been made of other tensors.

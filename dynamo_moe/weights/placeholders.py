@@ -25,9 +25,31 @@ from torch import Tensor, nn
 from dynamo_moe.private.pytorch import tensors_replaced
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
+from dynamo_moe.weights.packed_linear import packed_layers
 
-Lazies = dict[int, LazyTensor]
-"""Lazy tensors by the address of their placeholder."""
+
+class Lazies(dict[int, LazyTensor]):
+    """Lazy tensors by the address of their placeholder.
+
+    Attributes:
+        placeholders: The placeholders, by their addresses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placeholders: dict[int, Tensor] = {}
+
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether all can be computed of tensors in memory, so that a model can run with them."""
+        return all(lazy.is_in_memory for lazy in self.values())
+
+    def fill(self) -> None:
+        """Gives the placeholders their values, which take their memory."""
+        for address, tensor in self.placeholders.items():
+            tensor.detach().copy_(self[address].read())
+        self.placeholders.clear()
+
 
 # Bytes of a view that are copied at a time.
 _CHUNK = 2**24
@@ -108,8 +130,11 @@ def as_ir(
 
 @contextlib.contextmanager
 def placeholders(model: nn.Module) -> Iterator[Lazies]:
-    """Replaces a model's lazy parameters and buffers until the context ends."""
-    lazies: Lazies = {}
+    """Replaces a model's lazy parameters and buffers until the context ends.
+
+    Packed linear layers have a lazy weight for that time.
+    """
+    lazies = Lazies()
     made: dict[int, Tensor] = {}
 
     def placeholder(_path: str, tensor: Any) -> Any:
@@ -117,11 +142,15 @@ def placeholders(model: nn.Module) -> Iterator[Lazies]:
             return tensor
         if id(tensor) not in made:
             made[id(tensor)] = _placeholder(tensor)
-            lazies[made[id(tensor)].data_ptr()] = tensor
+            address = made[id(tensor)].data_ptr()
+            lazies[address], lazies.placeholders[address] = tensor, made[id(tensor)]
         return made[id(tensor)]
 
-    with tensors_replaced(model, placeholder):
-        yield lazies
+    with contextlib.ExitStack() as exported:
+        for layer in packed_layers(model).values():
+            exported.enter_context(layer.exported())
+        with tensors_replaced(model, placeholder):
+            yield lazies
 
 
 def attach(model: ir.Model, lazies: Lazies) -> None:

@@ -231,15 +231,86 @@ def _modelopt(
     scaled = [name for name in tensors if name.endswith(".pre_quant_scale")]
     if scaled:
         raise ValueError(f"{scaled[0]}: scales of a layer's inputs are not taken")
+    if algorithm not in ("FP8", *_NVFP4):
+        names = ", ".join(_NVFP4)
+        raise ValueError(f"ModelOpt's quant_algo {algorithm!r} is not taken; FP8, {names} are")
+    fused, tensors = _fused(tensors, algorithm, dtype)
     if algorithm == "FP8":
-        return _with_scales(tensors, dtype)
-    if algorithm not in ("NVFP4", "NVFP4_AWQ"):
-        raise ValueError(f"ModelOpt's quant_algo {algorithm!r} is not taken; NVFP4 and FP8 are")
+        return fused | _with_scales(tensors, dtype)
 
     def weight(prefix: str, values: Tensor, scales: Tensor, factor: Tensor) -> LazyTensor:
         return _two_scales(f"{prefix}.weight", values, scales, factor, dtype)
 
-    return _read(tensors, "weight", ("weight_scale", "weight_scale_2"), (), weight)
+    return fused | _read(tensors, "weight", ("weight_scale", "weight_scale_2"), (), weight)
+
+
+_NVFP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+
+
+def _fused(
+    tensors: Mapping[str, Tensor], algorithm: str, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights ``[E, K, N]`` of all experts that are in one, and the other tensors.
+
+    ModelOpt leaves those of Llama 4 and gpt-oss as (in, out), and names the scales after them: of
+    ``gate_up_proj`` ``gate_up_proj_weight_scale``. NVFP4 has bytes ``[E, K / 2, N]``, scales
+    ``[E, K / 16, N]`` and one ``weight_scale_2`` of all, or of each expert; FP8 one scale of all.
+    Source: ``_export_quantized_weight`` of its ``export/unified_export_hf.py``.
+    """
+    fused: dict[str, Tensor] = {}
+    parts: set[str] = set()
+    for name, scales in tensors.items():
+        prefix = name.removesuffix("_weight_scale")
+        values = tensors.get(prefix)
+        if prefix == name or values is None:
+            continue
+        beside = f"{prefix}_weight_scale_2"
+        factor = tensors.get(beside)
+        made = (
+            _fused_fp8(prefix, values, scales, dtype)
+            if algorithm == "FP8"
+            else _fused_nvfp4(prefix, values, scales, factor, dtype)
+        )
+        # The model's own parameter lies as (in, out).
+        fused[prefix] = made.transpose(1, 2)
+        parts |= {prefix, name, beside, f"{prefix}_input_scale"}
+    return fused, {name: tensor for name, tensor in tensors.items() if name not in parts}
+
+
+def _fused_nvfp4(
+    name: str, values: Tensor, scales: Tensor, factor: Tensor | None, dtype: torch.dtype | None
+) -> LazyTensor:
+    if factor is None:
+        raise ValueError(f"{name} has no {name}_weight_scale_2")
+    experts = values.shape[0] if values.ndim == 3 else 0
+    if not experts or scales.ndim != 3 or scales.shape[0] != experts:
+        raise ValueError(
+            f"{name}, {list(values.shape)}, with scales {list(scales.shape)} is not nvfp4 of "
+            "all experts"
+        )
+    if factor.numel() not in (1, experts):
+        raise ValueError(
+            f"{name}_weight_scale_2, {list(factor.shape)}, must be one, or one of each expert"
+        )
+    values, scales = values.transpose(1, 2), scales.transpose(1, 2)
+    _check_float4("nvfp4", name, values[0], scales[0], torch.float8_e4m3fn)
+    rows, row_bytes = values.shape[1:]
+    factors = factor.float().reshape(-1, 1, 1).expand(experts, rows, 1)
+    packed = PackedWeight(values.view(torch.int8), scales.view(torch.int8), None, factors)
+    return decoded("nvfp4", packed, (experts, rows, 2 * row_bytes), dtype or torch.bfloat16)
+
+
+def _fused_fp8(name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None) -> LazyTensor:
+    if values.ndim != 3 or values.dtype != torch.float8_e4m3fn or scales.numel() != 1:
+        raise ValueError(
+            f"{name}, {list(values.shape)} of {values.dtype}, with scales {list(scales.shape)} "
+            "must be float8_e4m3fn of all experts with one scale"
+        )
+    values = values.transpose(1, 2)
+    experts, rows, _ = values.shape
+    scales = scales.reshape(1, 1, 1).expand(experts, rows, 1)
+    packed = PackedWeight(values.view(torch.int8), scales)
+    return decoded("fp8", packed, tuple(values.shape), dtype or torch.bfloat16)
 
 
 def _read(

@@ -212,7 +212,11 @@ def test_export_needs_inputs_and_a_folder() -> None:
         (["--hf", "absent", "m.onnx"], "there is no folder absent"),
         (["--hf", "absent", "m.onnx", "--static"], "--static does not go with a checkpoint"),
         (["model.py", "m.onnx", "--link-weights"], "--link-weights needs a checkpoint"),
-        (["model.py", "m.onnx", "--group", "32"], "--group needs --quantize"),
+        (["model.py", "m.onnx", "--group", "32"], "--group needs --quantize or --quantize-linear"),
+        (
+            ["model.py", "m.onnx", "--quantize", "int4", "--quantize-ignore", "x"],
+            "--quantize-ignore needs --quantize-linear",
+        ),
         ([".", "m.onnx"], ". is a folder without config.json: no checkpoint"),
         (["model.py"], "name a file, or -o OUT.onnx"),
         (["model.py", "m.onnx", "-o", "n.onnx"], "is said twice: m.onnx and -o n.onnx"),

@@ -12,6 +12,7 @@ import pytest
 
 import dynamo_moe
 from cli_models import error_of, run
+from packed_checkpoints import language_model
 
 pytest_plugins = ("cli_models",)
 pytestmark = pytest.mark.usefixtures("in_the_folder_of_models")
@@ -46,6 +47,24 @@ def test_quantized_experts() -> None:
         result = run("export", "models.py", "o.onnx", *options, *change)
         assert result.exit_code == 1
         assert message in result.stderr
+
+
+def test_quantized_linear_layers(tmp_path: Path) -> None:
+    """The head only where it is not ignored."""
+    folder = str(tmp_path / "checkpoint")
+    language_model("qwen3_moe").save_pretrained(folder)
+    options = ("--task", "text-generation", "--quantize-linear", "int4", "--verify", "--json", "-q")
+    for others, packed in (((), 8), (("--quantize", "int8", "--quantize-ignore", ""), 9)):
+        result = run("export", folder, "m.onnx", "--target", "onnxruntime", *options, *others)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert len(report["quantization"]["linear"]) == packed
+        assert report["nodes"]["com.microsoft::MatMulNBits"] == packed
+        assert ("lm_head" in report["quantization"]["plain"]) == (packed == 8)
+        assert report["verification"]["passed"]
+    result = run("export", folder, "m.onnx", *options, "--quantize-ignore", "q_prj")
+    assert result.exit_code == 1
+    assert "ignore has 'q_prj', which is no linear layer of the model" in result.stderr
 
 
 def test_the_body_beside_the_node() -> None:

@@ -148,6 +148,8 @@ def test_what_the_models_code_prints_is_no_report() -> None:
         ("--quantize", "int4", "--group", "16"),
         ("--quantize", "fp8", "--dtype", "float16"),
         ("--experts-dtype", "float16"),
+        ("--quantize-linear", "int4", "--quantize-ignore", "q_proj", "--group", "16"),
+        ("--quantize", "int8", "--quantize-linear", "nvfp4", "--target", "onnxruntime"),
     ],
     ids=str,
 )
@@ -161,6 +163,7 @@ def test_verify_rounds_a_checkpoint_as_the_file_is(
     verified = run("verify", file, folder)
     assert verified.exit_code == 0, verified.output
     assert ("Rounding the experts" in verified.stderr) == ("--quantize" in options)
+    assert ("linear layers" in verified.stderr) == ("--quantize-linear" in options)
 
 
 def test_verify_leaves_a_checkpoint_s_own_rounding(tmp_path: Path) -> None:

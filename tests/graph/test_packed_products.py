@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ import dynamo_moe
 from custom_ops.packed_weights import ENCODINGS, WHOLE
 from dynamo_moe.weights.packed_tensors import decoded
 from dynamo_moe.weights.rounding import rounded
+from listed_experts import Listed, tokens
 from packed_checkpoints import session_of
 
 
@@ -46,7 +48,10 @@ def exported(model: nn.Module, path: Path, x: Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize("shape", [(5, 64), (2, 5, 64)], ids=["Gemm", "MatMul"])
 @pytest.mark.parametrize(
     ("encoding", "block"),
-    [("int4", (1, 32)), ("int8", (1, WHOLE)), ("fp8", (128, 128)), ("fp8", (WHOLE, WHOLE))],
+    [
+        *(("int4", (1, 32)), ("int8", (1, WHOLE)), ("fp8", (128, 128)), ("fp8", (WHOLE, WHOLE))),
+        *(("mxfp4", (1, 32)), ("nvfp4", (1, 16))),
+    ],
     ids=str,
 )
 def test_products_of_both_kinds(
@@ -105,11 +110,10 @@ class BothWays(nn.Module):
     [
         (lambda: packed_linear(rows=47), {}, "a byte has two rows' numbers, and their number is"),
         (lambda: packed_linear(block=(1, 4)), {}, "fewer than 8 columns would share a scale"),
-        (lambda: packed_linear("mxfp4"), {}, "DequantizeLinear does not read mxfp4"),
         (packed_linear, {"opset": 20}, "opset 20 has no DequantizeLinear of int4, but 21 has"),
         (BothWays, {}, "other operators than products use them"),
     ],
-    ids=["odd", "small groups", "mxfp4", "opset", "other operators"],
+    ids=["odd", "small groups", "opset", "other operators"],
 )
 def test_what_is_decoded_says_why(
     model: Any, options: dict[str, Any], reason: str, tmp_path: Path
@@ -125,3 +129,86 @@ def test_a_matrix_is_turned_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr("dynamo_moe.graph.dequantized_weights._PANEL_ROWS", 10)
     report = exported(packed_linear(), tmp_path / "m.onnx", torch.randn(2, 64))
     assert Counter(report.nodes)["DequantizeLinear"] == 1
+
+
+# --- MatMulNBits ---
+
+
+def multiplied(model: nn.Module, path: Path, x: Tensor) -> Counter[str]:
+    """Exports for ONNX Runtime, compares there by its own options, and returns the nodes."""
+    report = exported(model, path, x, target="onnxruntime", dynamic_shapes=None)
+    (result,) = ort.InferenceSession(path).run(None, {"input": x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-5, atol=1e-5)
+    return Counter(report.nodes)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 5, 64), (2, 3, 5, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("encoding", "block"),
+    [
+        *(("int4", (1, 16)), ("int4", (1, 64)), ("int8", (1, 32)), ("int8", (1, WHOLE))),
+        *(("mxfp4", (1, 32)), ("nvfp4", (1, 16))),
+    ],
+    ids=str,
+)
+def test_one_node_multiplies(
+    encoding: str, block: tuple[int, int], shape: tuple[int, ...], bias: bool, tmp_path: Path
+) -> None:
+    layer = packed_linear(encoding, block, rows=47)
+    layer.bias = layer.bias if bias else None
+    nodes = multiplied(layer, tmp_path / "m.onnx", torch.randn(shape))
+    assert nodes["com.microsoft::MatMulNBits"] == 1
+    assert not nodes.keys() & {"MatMul", "Gemm", "DequantizeLinear"}
+
+
+def test_zero_points_of_an_odd_number_of_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 10)
+    packed = rounded(layer.weight.detach() + 0.1, ENCODINGS["int4"], (1, 16), zero_points=True)
+    weight = decoded("int4", packed, (10, 48), torch.float32)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    nodes = multiplied(layer, tmp_path / "m.onnx", torch.randn(3, 48))
+    assert nodes["com.microsoft::MatMulNBits"] == 1
+
+
+def test_two_products_share_their_codes(tmp_path: Path) -> None:
+    nodes = multiplied(Twice(), tmp_path / "m.onnx", torch.randn(2, 3, 64))
+    assert nodes["com.microsoft::MatMulNBits"] == 2
+    file = onnx.load(tmp_path / "m.onnx")
+    assert [t.data_type for t in file.graph.initializer].count(onnx.TensorProto.UINT8) == 1
+
+
+class Scaled(nn.Module):
+    """A Gemm with a factor, or with a bias of more than one row."""
+
+    def __init__(self, *, factor: float = 1.0, rows: int = 1) -> None:
+        super().__init__()
+        self.layer, self.factor = packed_linear(), factor
+        self.rows = nn.Parameter(torch.randn(rows, 48))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.addmm(self.rows, input, self.layer.weight.t(), alpha=self.factor)
+
+
+@pytest.mark.parametrize("model", [Scaled(factor=2.0), Scaled(rows=5)], ids=["factor", "rows"])
+def test_other_products_are_dequantized(model: nn.Module, tmp_path: Path) -> None:
+    """The operator has no factor, and adds a row."""
+    nodes = multiplied(model, tmp_path / "m.onnx", torch.randn(5, 64))
+    assert nodes["DequantizeLinear"] == 1
+    assert "com.microsoft::MatMulNBits" not in nodes
+
+
+def test_an_opset_without_integers_of_4_bits_is_enough(tmp_path: Path) -> None:
+    x = torch.randn(5, 64)
+    report = exported(packed_linear(), tmp_path / "m.onnx", x, target="onnxruntime", opset=20)
+    assert report.nodes["com.microsoft::MatMulNBits"] == 1
+
+
+def test_experts_are_no_weights_of_products(tmp_path: Path) -> None:
+    model = nn.Sequential(Listed()).eval()
+    dynamo_moe.convert(model)
+    dynamo_moe.quantize(model)
+    report = dynamo_moe.export(model, (tokens(3, 5),), tmp_path / "m.onnx")
+    assert not any("stay packed" in note for note in report.notes)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.numpy_helper
+import onnxruntime as ort
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -63,6 +64,23 @@ def of_4_bits(matrix: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Ten
     return codes.t(), scales.t().contiguous(), zeros.t()
 
 
+def float4(encoding: str) -> Store:
+    """Returns what stores a matrix as compressed-tensors does E2M1 numbers."""
+
+    def stored(matrix: Tensor) -> Stored:
+        known = ENCODINGS[encoding]
+        values, scales, _, factors = rounded(matrix, known, known.block or (1, 1))
+        parts = {"weight_packed": values.view(torch.uint8), "weight_scale": scales}
+        if factors is None:
+            return parts | {"weight_scale": scales.view(torch.uint8)}
+        return parts | {
+            "weight_scale": scales.view(torch.float8_e4m3fn),
+            "weight_global_scale": 1 / factors[:1, 0],
+        }
+
+    return stored
+
+
 def gptq(matrix: Tensor) -> Stored:
     codes, scales, zeros = of_4_bits(matrix, zero_points=False)
     order = (torch.arange(len(codes)) // GROUP).int()
@@ -97,8 +115,11 @@ FORMS: dict[str, tuple[dict[str, Any], Store, str]] = {
     "AWQ": (AWQ, awq, "INT4"),
     "int8 rows": (INT8, by_rounding("int8", (1, WHOLE), "weight_scale"), "INT8"),
     "int8 groups": (INT8, by_rounding("int8", (1, 32), "weight_scale"), "INT8"),
+    "int8 groups of 8": (INT8, by_rounding("int8", (1, 8), "weight_scale"), "INT8"),
     "fp8 rows": (FP8, by_rounding("fp8", (1, WHOLE), "weight_scale"), "FLOAT8E4M3FN"),
     "fp8 one scale": (FP8, by_rounding("fp8", (WHOLE, WHOLE), "weight_scale"), "FLOAT8E4M3FN"),
+    "mxfp4": (of_compressed_tensors("mxfp4-pack-quantized"), float4("mxfp4"), "INT8"),
+    "nvfp4": (of_compressed_tensors("nvfp4-pack-quantized"), float4("nvfp4"), "INT8"),
     "fp8 blocks": (FP8_BLOCKS, by_rounding("fp8", (128, 128), "weight_scale_inv"), "FLOAT8E4M3FN"),
 }
 
@@ -155,7 +176,9 @@ def test_the_file_computes_what_the_decoded_model_does(form: str, tmp_path: Path
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
-@pytest.mark.parametrize("form", ["int4", "int4 zero points", "int8 groups", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "form", ["int4", "int4 zero points", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]
+)
 @pytest.mark.parametrize("stored_as", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_number_is_the_decoded_one(
@@ -314,6 +337,66 @@ def test_onnxruntime_multiplies_packed_weights(
     assert not nodes["DequantizeLinear"]
 
 
+# --- ONNX Runtime's own operator ---
+
+_NOT_MULTIPLIED = {"fp8 rows", "fp8 one scale", "fp8 blocks", "int8 groups of 8"}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - _NOT_MULTIPLIED))
+def test_matmul_nbits_computes_what_the_decoded_model_does(form: str, tmp_path: Path) -> None:
+    """With ONNX Runtime's own options: the node says that tokens keep their precision."""
+    folder = checkpoint(tmp_path / "model", form, hidden_size=192, intermediate_size=320)
+    report = exported(folder, target="onnxruntime", task="text-generation")
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * LAYERS
+    assert "DequantizeLinear" not in report.nodes
+    assert f"{7 * LAYERS} weights of products stay packed, for MatMulNBits" in report.notes
+    whole, ids = load_checkpoint(folder, dtype=torch.float32), token_ids(3, 32)
+    session = ort.InferenceSession(report.path)
+    feeds = {"input_ids": ids.numpy(), "attention_mask": np.ones_like(ids)}
+    (logits,) = session.run(None, feeds)
+    with torch.no_grad():
+        expected = whole(ids).logits
+    torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["int4", "int4 zero points", "int8 groups", "AWQ"])
+def test_matmul_nbits_of_float16(form: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", form, dtype=torch.float16)
+    report = exported(folder, torch.float16, target="onnxruntime")
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * LAYERS
+    assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float16)).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_matmul_nbits_does_not_take_is_dequantized(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tokens of bfloat16, or groups of 8."""
+    form = "int8 groups" if dtype == torch.bfloat16 else "int8 groups of 8"
+    folder = checkpoint(tmp_path / "model", form, dtype=dtype, num_hidden_layers=1)
+    report = exported(folder, dtype, target="onnxruntime")
+    assert report.nodes["DequantizeLinear"] == 7
+    assert "com.microsoft::MatMulNBits" not in report.nodes
+
+
+@pytest.mark.parametrize("options", [{"layers_as_functions": True}, {"repeated_blocks": "off"}])
+def test_matmul_nbits_in_files_of_other_forms(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", "int4 zero points", family="qwen3")
+    report = exported(folder, target="onnxruntime", **options)
+    assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
+
+
+def test_the_checkpoint_s_codes_are_linked(tmp_path: Path) -> None:
+    """They lie in the file as the operator takes them."""
+    folder = checkpoint(tmp_path / "model", "int4", num_hidden_layers=1)
+    report = exported(folder, None, target="onnxruntime", link_weights=True)
+    file = onnx.load(report.path, load_external_data=False)
+    kinds = {t.name: t for t in file.graph.initializer if packed_name(t.name)}
+    assert len(kinds) == 7
+    for tensor in kinds.values():
+        location = next(e.value for e in tensor.external_data if e.key == "location")
+        assert location == "model/model.safetensors"
+    assert dynamo_moe.verify(report.path, load_checkpoint(folder)).passed
+
+
 @pytest.mark.parametrize("form", ["int4", "GPTQ", "AWQ", "fp8 blocks", "int8 rows"])
 def test_the_file_has_the_checkpoint_s_bytes(form: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 64}
@@ -325,7 +408,9 @@ def test_the_file_has_the_checkpoint_s_bytes(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", ["int4", "GPTQ", "int8 rows", "int8 groups", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "form", ["int4", "GPTQ", "int8 rows", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]
+)
 def test_tensorrt_builds_engines(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 192, "intermediate_size": 320}
     folder = checkpoint(tmp_path / "model", form, dtype=torch.float16, **sizes)

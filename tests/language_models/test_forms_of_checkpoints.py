@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -311,6 +312,133 @@ def test_modelopt_s_own_file(tmp_path: Path) -> None:
     report = dynamo_moe.convert(dynamo_moe.open_checkpoint(folder))
     notes = ("its experts stay packed (nvfp4)",)
     assert [replacement.notes for replacement in report.replaced] == [notes] * 2
+
+
+# --- ModelOpt's stacks of experts ---
+
+
+def fused_nvfp4(name: str, weight: Tensor, *, of_each: bool = False) -> Stored:
+    """Returns what ModelOpt stores for ``[E, K, N]``: along K pairs, and groups of 16."""
+    turned = weight.transpose(1, 2)
+    greatest = turned.abs().amax(dim=(1, 2), keepdim=True) if of_each else turned.abs().max()
+    factor = greatest / (6 * 448)
+    groups = turned.unflatten(-1, (-1, 16))
+    scales = (groups.abs().amax(dim=-1) / (6 * factor)).to(torch.float8_e4m3fn)
+    steps = groups / (scales.float() * factor).unsqueeze(-1)
+    codes = torch.from_numpy(
+        steps.flatten(-2).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    )
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return {
+        name: pairs.transpose(1, 2).contiguous(),
+        f"{name}_weight_scale": scales.transpose(1, 2).contiguous(),
+        f"{name}_weight_scale_2": factor.reshape(-1) if of_each else factor,
+        f"{name}_input_scale": torch.tensor(0.5),
+    }
+
+
+def fused_nvfp4_decoded(stored: Stored, name: str) -> Tensor:
+    codes = stored[name].transpose(1, 2)
+    pairs = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    numbers = pairs.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    factors = stored[f"{name}_weight_scale_2"].reshape(-1, 1, 1)
+    scales = stored[f"{name}_weight_scale"].transpose(1, 2).float() * factors
+    return (torch.from_numpy(numbers) * scales.repeat_interleave(16, dim=-1)).transpose(1, 2)
+
+
+def fused_fp8(name: str, weight: Tensor) -> Stored:
+    scale = weight.abs().max() / 448
+    return {
+        name: (weight / scale).to(torch.float8_e4m3fn),
+        f"{name}_weight_scale": scale,
+        f"{name}_input_scale": torch.tensor(0.5),
+    }
+
+
+def fused_fp8_decoded(stored: Stored, name: str) -> Tensor:
+    return stored[name].float() * stored[f"{name}_weight_scale"]
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+FUSED: dict[str, tuple[str, dict[str, Any], Callable[..., Stored], Callable[..., Tensor]]] = {
+    "one factor": ("nvfp4", MODELOPT, fused_nvfp4, fused_nvfp4_decoded),
+    "a factor of each": (
+        *("nvfp4", MODELOPT | {"quant_algo": "W4A16_NVFP4"}),
+        *(partial(fused_nvfp4, of_each=True), fused_nvfp4_decoded),
+    ),
+    "fp8": ("fp8", MODELOPT | {"quant_algo": "FP8"}, fused_fp8, fused_fp8_decoded),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_stack_of_experts(name: str) -> None:
+    encoding, config, store, judge = FUSED[name]
+    weight = torch.randn(3, 64, 48, generator=torch.Generator().manual_seed(3)) * 0.02
+    weight[1] *= 3
+    stored = store("experts.down_proj", weight)
+    lazy = {key: LazyTensor.of_memory(tensor) for key, tensor in stored.items()}
+    tensors = with_decoded(lazy, config, torch.float32)
+    assert list(tensors) == ["experts.down_proj"]
+    found: Any = tensors["experts.down_proj"]
+    expected = judge(stored, "experts.down_proj")
+    torch.testing.assert_close(found.read(), expected, rtol=2e-7, atol=0)
+    assert (found.read() - weight).abs().max() < 0.2 * weight.abs().max()
+    packed: Any = packed_weight(found.transpose(1, 2))
+    assert packed[0] == encoding
+    its = stored["experts.down_proj"].view(torch.int8)
+    assert torch.equal(packed[1].values.read(), its.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_a_model_of_stacks(family: str, name: str, tmp_path: Path) -> None:
+    """Matrices beside them are stored as ever."""
+    encoding, config, store, _ = FUSED[name]
+    folder, path = tmp_path / "model", tmp_path / "model.onnx"
+    dense = FORMS["ModelOpt fp8" if encoding == "fp8" else "ModelOpt nvfp4"]
+    sizes = {"num_local_experts": 4, "intermediate_size_mlp": 64, "moe_layers": [0, 1]}
+    language_model(family, **sizes if family == "llama4_text" else {}).save_pretrained(folder)
+    stored: Stored = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        prefix = key.removesuffix("weight")
+        if key.endswith((".gate_up_proj", ".down_proj")):
+            stored |= store(key, tensor)
+        elif key.endswith("o_proj.weight"):
+            stored |= {prefix + k: t.contiguous() for k, t in dense.store(tensor.float()).items()}
+        else:
+            stored[key] = tensor
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, config)
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    notes = (f"its experts stay packed ({encoding})",)
+    assert [replacement.notes for replacement in report.replaced] == [notes] * 2
+    shapes = {"input_ids": {0: "batch", 1: "length"}}
+    exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
+    assert sum(exported.operators.values()) == 2
+    assert all(operator.endswith("Packed") for operator in exported.operators)
+    check_file(path, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("one factor", {"_weight_scale_2": None}, "w has no w_weight_scale_2"),
+        ("one factor", {"_weight_scale_2": torch.ones(2)}, r"\[2\], must be one, or one of each"),
+        ("one factor", {"_weight_scale": torch.ones(3, 4, 48)}, "of torch.float32 is not nvfp4"),
+        ("one factor", {"_weight_scale": torch.ones(4, 48)}, "is not nvfp4 of all experts"),
+        ("fp8", {"_weight_scale": torch.ones(3, 48)}, "must be float8_e4m3fn of all experts with"),
+    ],
+)
+def test_stacks_that_do_not_fit_are_refused(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    _, config, store, _ = FUSED[name]
+    stored = store("w", torch.ones(3, 64, 48))
+    stored |= {f"w{suffix}": tensor for suffix, tensor in change.items()}
+    given = {key: tensor for key, tensor in stored.items() if tensor is not None}
+    with pytest.raises(ValueError, match=message):
+        with_decoded({k: LazyTensor.of_memory(t) for k, t in given.items()}, config, None)
 
 
 REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [

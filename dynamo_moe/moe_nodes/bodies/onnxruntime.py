@@ -133,6 +133,8 @@ def _plain(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[
 def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[ir.Value | None]:
     """The parameters of ``QMoE``, whose bytes are unsigned, and whose zero points are packed."""
     is_signed = config.shape.weight_format.encoding == "int8"
+    # Zero points of rows lie like scales without groups, neighbouring rows' in a byte.
+    is_of_rows = not is_signed and config.shape.weight_format.block[1] == WHOLE
 
     def parameter(name: str) -> ir.Value | None:
         if name not in inputs or (is_signed and name.endswith(ZERO_POINTS)):
@@ -146,10 +148,14 @@ def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list
             if is_signed:
                 sign = op.constant("sign", 128, ir.DataType.UINT8)
                 value = op.BitwiseXor(value, sign, out=f"{name}_from_0")
-        if name.endswith(ZERO_POINTS):
+        is_zero_points = name.endswith(ZERO_POINTS)
+        if is_zero_points:
             shape = op.Shape(inputs[name.replace(ZERO_POINTS, SCALES)], out=f"{name}_shape")
-            value = _pairs(op, op.Expand(value, shape, out=f"{name}_of_groups"))
-        return _ordered(op, config, value, name)
+            value = op.Expand(value, shape, out=f"{name}_of_groups")
+        if is_of_rows and (is_zero_points or name.endswith(SCALES)):
+            rows = op.Squeeze(_ordered(op, config, value, name), [-1], out=f"{name}_of_rows")
+            return _pairs(op, rows) if is_zero_points else rows
+        return _ordered(op, config, _pairs(op, value) if is_zero_points else value, name)
 
     names = ONNXRUNTIME_QMOE.inputs[2:]
     return [parameter(name) for name in names]
@@ -158,10 +164,10 @@ def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list
 def _pairs(op: Ops, codes: ir.Value) -> ir.Value:
     """Packs codes of 4 bits along the last axis, the even one's in the low bits."""
     name = codes.name or ""
-    padded = op.Pad(codes, [0, 0, 0, 0, 0, 1], out=f"{name}_padded")
+    padded = op.Pad(codes, [0, 1], None, [-1], out=f"{name}_padded")
     last = [np.iinfo(np.int64).max]
-    high = op.Slice(padded, [1], last, [2], [2], out=f"{name}_odd")
-    low = op.Slice(codes, [0], last, [2], [2], out=f"{name}_even")
+    high = op.Slice(padded, [1], last, [-1], [2], out=f"{name}_odd")
+    low = op.Slice(codes, [0], last, [-1], [2], out=f"{name}_even")
     four = op.constant("bits_4", 4, ir.DataType.UINT8)
     return op.BitwiseOr(
         low, op.BitShift(high, four, direction="LEFT", out=f"{name}_high"), out=f"{name}_packed"
@@ -197,12 +203,8 @@ def _check(config: BodyConfig) -> None:
     if config.shape.weight_format.encoding == "int8" and group != WHOLE:
         raise ValueError(
             "com.microsoft::QMoE of ONNX Runtime 1.31 rounds tokens to 8 bits where int8 weights "
-            f"have groups, here of {group}: use target 'plugin', or one scale to a row"
-        )
-    if group == WHOLE and config.shape.weight_format.canonical().zero_points_block is not None:
-        raise ValueError(
-            "com.microsoft::QMoE of ONNX Runtime 1.31 is wrong with zero points of whole rows, "
-            "which a node with biases has: use target 'plugin'"
+            f"have groups, here of {group}, whatever its accuracy_level: use target 'plugin', or "
+            "one scale to a row"
         )
     if 0 < group < _LEAST_GROUP or group & (group - 1):
         raise ValueError(

@@ -31,6 +31,8 @@ class Target:
         opset: Version of the standard operators where a user names none.
         takes_attention: Whether the runtime computes the standard's Attention in every dtype.
         foreign: The operators of a runtime that the bodies use.
+        packed_product: The runtime's operator that multiplies packed matrices; None:
+            DequantizeLinear reads them for the standard's products.
         runs_in_onnxruntime: Whether ONNX Runtime runs the files.
         approximations: What a user should know of activations that are computed in another form.
         note: What a user of any file with MoE layers should know.
@@ -44,6 +46,7 @@ class Target:
     opset: int = DEFAULT_OPSET
     takes_attention: bool = False
     foreign: tuple[ForeignOperator, ...] = ()
+    packed_product: ForeignOperator | None = None
     runs_in_onnxruntime: bool = True
     approximations: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
