@@ -22,10 +22,12 @@ from dynamo_moe.files.copies import Copies
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.dequantized_weights import dequantize_weights
 from dynamo_moe.graph.fusion import FIRST_OPSET, Fusion, fuse
+from dynamo_moe.graph.fusion.skip_norms import drop_unused_sums
 from dynamo_moe.graph.instantiate import (
     Instances,
     Units,
     add_results,
+    before_sums,
     instantiate,
     values_hidden,
 )
@@ -129,7 +131,7 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         Simplify(findings, link=link),
         # Again, as a runtime's own nodes may want weights in another order.
         None if target.keeps_nodes else FoldStackedWeights(),
-        FuseOperators(findings, Fusion(form.fuse, target.takes_attention, form.shared_cache)),
+        FuseOperators(findings, _fusion(form)),
         RollRepeats(),
         DequantizeWeights(findings),
         AddBodies(target, form.body) if target.keeps_nodes else None,
@@ -139,6 +141,13 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         MakeFunctions(findings) if form.layers_as_functions else None,
     ]
     return [step for step in steps if step is not None]
+
+
+def _fusion(form: Form) -> Fusion:
+    """Returns how far a form fuses operators; a function is a whole block, its last sum with it."""
+    own = form.target.takes_attention
+    sums = own and not form.layers_as_functions
+    return Fusion(form.fuse, own, form.shared_cache, sums)
 
 
 # --- The passes ---
@@ -299,6 +308,8 @@ class FuseOperators(Step):
         if model.opset_imports.get("", 0) >= FIRST_OPSET:
             with values_hidden(model, self._findings.units):
                 fuse(model, self._wanted)
+            self._findings.units = [before_sums(model, units) for units in self._findings.units]
+            drop_unused_sums(model)
 
     def ensures(self, model: ir.Model) -> None:
         """All constants are initializers, still."""

@@ -27,7 +27,9 @@ FUSED = {
     "RotaryEmbedding",
     "Attention",
     "GroupQueryAttention",
+    "SkipSimplifiedLayerNormalization",
 }
+SKIP = "SkipSimplifiedLayerNormalization"
 
 
 class Calls(nn.Module):
@@ -166,6 +168,87 @@ def test_targets_with_plugins_have_the_standards_norm_from_opset_23_on(tmp_path:
         assert fused(llama_norm, (x,), tmp_path, weights=(weight,), **options) == {
             "RMSNormalization": 1
         }
+
+
+# --- Sums and their norms ---
+
+
+def summed_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, llama_norm(total, weight)
+
+
+def norm_of_a_sum_alone(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return gemma_norm(x + y, weight)
+
+
+def sum_used_before(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    return total.cos().clone() + llama_norm(total, weight)
+
+
+def two_norms_of_one_sum(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    return llama_norm(total, weight) + divided_norm(total, 2 * weight)
+
+
+def a_chain(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    total = total + llama_norm(total, weight).sin()
+    return total * llama_norm(total, weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [
+        (summed_norm, {SKIP: 1}),
+        (norm_of_a_sum_alone, {SKIP: 1}),
+        (two_norms_of_one_sum, {SKIP: 1, "RMSNormalization": 1}),
+        (a_chain, {SKIP: 2}),
+    ],
+)
+def test_a_sum_and_its_norm_are_one_node(
+    model: Any, counts: dict[str, int], tmp_path: Path
+) -> None:
+    inputs = torch.randn(B, S, 16), torch.randn(B, S, 16)
+    assert fused(model, inputs, tmp_path, weights=(torch.rand(16) + 0.5,)) == counts
+    nodes = onnx.load(tmp_path / "m.onnx").graph.node
+    assert "" not in {name for node in nodes for name in node.output[3:]}
+
+
+def test_a_sum_that_is_used_before_its_norm_stays(tmp_path: Path) -> None:
+    inputs = torch.randn(B, S, 16), torch.randn(B, S, 16)
+    found = fused(sum_used_before, inputs, tmp_path, weights=(torch.rand(16),))
+    assert found == {"RMSNormalization": 1}
+
+
+@pytest.mark.parametrize(
+    "sizes", [((B, S, 16), (S, 16)), ((B, S, 16), (16,)), ((S, 16), (S, 16)), ((B, S, H, 16),) * 2]
+)
+def test_sums_of_other_shapes_stay(sizes: Any, tmp_path: Path) -> None:
+    """What is broadcast, and what has not three axes, ONNX Runtime's operator does not take."""
+    x, y = map(torch.randn, sizes)
+    found = fused(summed_norm, (x, y), tmp_path, weights=(torch.rand(16),), dynamic_shapes=None)
+    assert found == {"RMSNormalization": 1}
+
+
+def test_a_sum_in_half_precision_stays(tmp_path: Path) -> None:
+    x, y = torch.randn(B, S, 16).half(), torch.randn(B, S, 16).half()
+    weight = torch.rand(16).half() + 0.5
+    assert fused(norm_of_a_sum_alone, (x, y), tmp_path, weights=(weight,)) == {
+        "RMSNormalization": 1
+    }
+
+
+def test_other_targets_and_functions_keep_sums(tmp_path: Path) -> None:
+    inputs, weight = (torch.randn(B, S, 16), torch.randn(B, S, 16)), torch.rand(16)
+    for options in (
+        {"target": "plugin", "opset": 23},
+        {"target": "dense", "opset": 23},
+        {"layers_as_functions": True},
+    ):
+        found = fused(summed_norm, inputs, tmp_path, weights=(weight,), **options)
+        assert found == {"RMSNormalization": 1}
 
 
 # --- Rotary embeddings ---
