@@ -31,6 +31,7 @@ from dynamo_moe.graph.instantiate import (
     instantiate,
     values_hidden,
 )
+from dynamo_moe.graph.joined_products import join_products
 from dynamo_moe.graph.layer_functions import make_functions
 from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
@@ -132,6 +133,7 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         # Again, as a runtime's own nodes may want weights in another order.
         None if target.keeps_nodes else FoldStackedWeights(),
         FuseOperators(findings, _fusion(form)),
+        JoinProducts(findings, link=link) if form.fuse and target.takes_attention else None,
         RollRepeats(),
         DequantizeWeights(findings),
         AddBodies(target, form.body) if target.keeps_nodes else None,
@@ -315,6 +317,26 @@ class FuseOperators(Step):
         """All constants are initializers, still."""
         if not _is_simplified(model):
             raise PostconditionError("constants are left among the nodes")
+
+
+class JoinProducts(Step):
+    """Makes the products of one tensor with several weights of a module one product."""
+
+    def __init__(self, findings: Findings, *, link: bool = False) -> None:
+        self._findings, self._link = findings, link
+
+    def requires(self, model: ir.Model) -> None:
+        """The layers and the weights are recorded: joined weights are weights, too."""
+        self._findings.recorded()
+
+    def change(self, model: ir.Model) -> None:
+        """Joins the products of the main graph."""
+        if model.opset_imports.get("", 0) >= FIRST_OPSET:
+            self._findings.weights |= join_products(model, link=self._link)
+
+    def ensures(self, model: ir.Model) -> None:
+        """Weights are declared as they are."""
+        _check_weights(model)
 
 
 class RollRepeats(Step):
