@@ -30,7 +30,9 @@ class Projections(nn.Module):
         return tuple(part(x).sin() for part in self.parts)
 
 
-def joined(model: nn.Module, folder: Path, x: Tensor | None = None, **options: Any) -> dict[str, int]:
+def joined(
+    model: nn.Module, folder: Path, x: Tensor | None = None, **options: Any
+) -> dict[str, int]:
     """Exports a model, checks its numbers, and returns its nodes by operator."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, D) if x is None else x

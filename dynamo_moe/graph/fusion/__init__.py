@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from dynamo_moe.graph import passes
 from dynamo_moe.graph.fusion.attention import fuse_attention
+from dynamo_moe.graph.fusion.moe_shapes import keep_moe_shapes
 from dynamo_moe.graph.fusion.norms import fuse_norms
 from dynamo_moe.graph.fusion.rotary import fuse_rotary_embeddings
 from dynamo_moe.graph.fusion.shared_cache import share_cache
@@ -56,6 +57,7 @@ def fuse(model: ir.Model, fusion: Fusion) -> None:
         fuse_rotary_embeddings(writer)
     if fusion.operators and fusion.attention:
         fuse_attention(writer, grouped=fusion.shared_cache)
+        keep_moe_shapes(writer)
     passes.tidy(model)
     if fusion.operators and fusion.sums:
         fuse_skip_norms(writer)
