@@ -49,6 +49,7 @@ ONNXRUNTIME_QMOE = ForeignOperator(
 )
 TRT_MOE = ForeignOperator("TensorRT", "trt", "TRT_MoE", any_domain=True)
 ONNXRUNTIME_ATTENTION = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "GroupQueryAttention")
+ONNXRUNTIME_QUICK_GELU = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "QuickGelu")
 ONNXRUNTIME_SKIP_NORM = ForeignOperator(
     "ONNX Runtime", ONNXRUNTIME_DOMAIN, "SkipSimplifiedLayerNormalization"
 )

@@ -28,6 +28,7 @@ FUSED = {
     "Attention",
     "GroupQueryAttention",
     "SkipSimplifiedLayerNormalization",
+    "QuickGelu",
 }
 SKIP = "SkipSimplifiedLayerNormalization"
 
@@ -249,6 +250,54 @@ def test_other_targets_and_functions_keep_sums(tmp_path: Path) -> None:
     ):
         found = fused(summed_norm, inputs, tmp_path, weights=(weight,), **options)
         assert found == {"RMSNormalization": 1}
+
+
+# --- SiLU ---
+
+
+def gated_silu(x: Tensor, y: Tensor) -> Tensor:
+    return functional.silu(x) * y
+
+
+def sigmoid_first(x: Tensor, y: Tensor) -> Tensor:
+    return torch.sigmoid(x) * x + y
+
+
+def sigmoid_of_another(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.sigmoid(y)
+
+
+def sigmoid_of_a_multiple(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x) + y
+
+
+def sigmoid_that_is_a_result(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    gate = torch.sigmoid(x)
+    return x * gate + y, gate
+
+
+@pytest.mark.parametrize("model", [gated_silu, sigmoid_first])
+def test_silu(model: Any, tmp_path: Path) -> None:
+    x = torch.cat((torch.randn(B, 16), torch.tensor([[-200.0, 200.0] * 8])))
+    assert fused(model, (x, torch.randn(B + 1, 16)), tmp_path) == {"QuickGelu": 1}
+
+
+@pytest.mark.parametrize(
+    "model", [sigmoid_of_another, sigmoid_of_a_multiple, sigmoid_that_is_a_result]
+)
+def test_what_is_no_silu(model: Any, tmp_path: Path) -> None:
+    assert fused(model, (torch.randn(B, 16), torch.randn(B, 16)), tmp_path) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_silu_of_other_dtypes_stays(dtype: torch.dtype, tmp_path: Path) -> None:
+    inputs = torch.randn(B, 16).to(dtype), torch.randn(B, 16).to(dtype)
+    assert fused(gated_silu, inputs, tmp_path) == {}
+
+
+@pytest.mark.parametrize("options", [{"target": "plugin", "opset": 23}, {"fuse": False}])
+def test_other_files_keep_silu(options: Any, tmp_path: Path) -> None:
+    assert fused(gated_silu, (torch.randn(B, 16), torch.randn(B, 16)), tmp_path, **options) == {}
 
 
 # --- Rotary embeddings ---

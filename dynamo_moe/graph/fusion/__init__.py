@@ -11,6 +11,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from dynamo_moe.graph import passes
+from dynamo_moe.graph.fusion.activations import fuse_silu
 from dynamo_moe.graph.fusion.attention import fuse_attention
 from dynamo_moe.graph.fusion.moe_shapes import keep_moe_shapes
 from dynamo_moe.graph.fusion.norms import fuse_norms
@@ -29,7 +30,7 @@ class Fusion(NamedTuple):
 
     Attributes:
         operators: Whether norms and rotary embeddings become one node each.
-        attention: Whether attention does, too.
+        attention: Whether attention does, too, and what else ONNX Runtime has one for.
         shared_cache: Whether attention writes new keys and values into the cache's own buffers.
         sums: Whether a sum and its norm become one node, also where one block's last sum is
             normed by the next.
@@ -57,6 +58,7 @@ def fuse(model: ir.Model, fusion: Fusion) -> None:
         fuse_rotary_embeddings(writer)
     if fusion.operators and fusion.attention:
         fuse_attention(writer, grouped=fusion.shared_cache)
+        fuse_silu(writer)
         keep_moe_shapes(writer)
     passes.tidy(model)
     if fusion.operators and fusion.sums:
