@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dynamo_moe
+import transformer_models as models
 from small_models import OpLayer, op_model
 
 PLAIN: dict[str, Any] = {"activation": "silu", "gated": True}
@@ -74,3 +75,16 @@ def test_reshapes_stay_where_nothing_is_fused(options: Any, tmp_path: Path) -> N
 def test_other_numbers_of_axes(sizes: tuple[int, ...], count: int, tmp_path: Path) -> None:
     file = exported(op_model(OpLayer(**PLAIN)), torch.randn(sizes), tmp_path / "m.onnx")
     assert reshapes(file) == count
+
+
+def test_packed_experts_of_a_language_model(tmp_path: Path) -> None:
+    model: Any = models.gpt_oss()[0]
+    dynamo_moe.convert(model)
+    dynamo_moe.quantize(model, "int4", group=16)
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export_language_model(model, path, target="onnxruntime")
+    assert dynamo_moe.verify(path, model).passed
+    nodes = onnx.load(path).graph.node
+    behind = {node.output[0]: node.op_type for node in nodes}
+    packed = [node for node in nodes if node.op_type == "QMoE"]
+    assert {behind[node.input[0]] for node in packed} == {"SkipSimplifiedLayerNormalization"}
