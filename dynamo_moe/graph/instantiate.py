@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dynamo_moe.files.copies import Copies, Copy
 from dynamo_moe.files.metadata import Layer
-from dynamo_moe.moe_nodes.nodes import module_of
+from dynamo_moe.moe_nodes.nodes import module_of, set_module
+from dynamo_moe.operators.foreign import ONNXRUNTIME_SKIP_NORM
 from dynamo_moe.tracing.equal_blocks import TRACED, NotSharedError
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.packed_tensors import is_decoding, stored_tensors
@@ -89,6 +90,44 @@ def values_hidden(model: ir.Model, runs: Sequence[Units]) -> Iterator[None]:
                 graph.register_initializer(value)
 
 
+def before_sums(model: ir.Model, units: Units) -> Units:
+    """Returns a run of which no unit ends with a sum that the next one's first norm computes.
+
+    Units then end with what is summed.
+
+    Raises:
+        NotSharedError: If that is used after the last unit in another way, too.
+    """
+    makers = {str(output.name): node for node in model.graph for output in node.outputs}
+
+    def is_fused(name: str) -> bool:
+        node = makers.get(name)
+        return node is not None and ONNXRUNTIME_SKIP_NORM.is_of(node.domain, node.op_type)
+
+    sums = [any(map(is_fused, names)) for names in zip(*units.ends, strict=True)]
+    if not any(sums):
+        return units
+
+    def terms(name: str) -> list[ir.Value]:
+        return [term for term in makers[name].inputs[:2] if term is not None]
+
+    ends = [
+        [
+            end
+            for name, summed in zip(names, sums, strict=True)
+            for end in ([str(term.name) for term in terms(name)] if summed else [name])
+        ]
+        for names in units.ends
+    ]
+    last = [name for name, summed in zip(units.ends[THIRD], sums, strict=True) if summed]
+    carried = [term for name in last for term in terms(name)]
+    inside, closing = ancestors(carried), {makers[name] for name in last}
+    for term in carried:
+        if any(user not in inside and user not in closing for user, _ in term.uses()):
+            raise NotSharedError(f"{term.name} is used after its unit")
+    return replace(units, ends=ends)
+
+
 @dataclass(frozen=True)
 class Instances:
     """The units of a run that its file has, and its graph has not.
@@ -148,7 +187,8 @@ class _Run:
         self.weights = set(weights)
         self.values: list[dict[ir.Value, ir.Value]] = []
         self._graph, self._units = model.graph, units
-        values = {str(output.name): output for node in model.graph for output in node.outputs}
+        values = {str(value.name): value for value in model.graph.inputs}
+        values |= {str(output.name): output for node in model.graph for output in node.outputs}
         try:
             pairs = zip(units.ends, units.kept, strict=True)
             self.ends = [[values[name] for name in (*ends, *kept)] for ends, kept in pairs]
@@ -255,11 +295,12 @@ class _Run:
         parts = [_Part.of(node) for node in self._nodes]
         modules = {part.module for part in parts}
         copies: list[Copy] = []
+        unit = THIRD
         for unit in units:
             known = dict(zip(self.ends[THIRD - 1], ends, strict=True))
             known.update(zip(self._units.inputs[THIRD], self._units.inputs[unit], strict=True))
             known.update({value: self._initializer(value, unit, twins) for value in unit_values})
-            paths = {module: self._renamed(module, unit) for module in modules}
+            paths = {module: self._module(module, unit) for module in modules}
             copies += [part.copied(paths[part.module], unit, known) for part in parts]
             ends = [known[end] for end in its_ends]
             self.values.append(known)
@@ -272,6 +313,8 @@ class _Run:
                 continue
             for user, index in uses[end]:
                 user.replace_input_with(index, last)
+                # The last unit's sum, where units end before it.
+                set_module(user, self._renamed(module_of(user), unit))
             for index, output in enumerate(self._graph.outputs):
                 if output is end:
                     self._graph.outputs[index] = last
@@ -280,6 +323,14 @@ class _Run:
 
     def _renamed(self, name: str, unit: int) -> str:
         return self._units.renamed(name, THIRD, unit)
+
+    def _module(self, name: str, unit: int) -> str:
+        """Returns a module of the third unit, or of the one before it, as it is for another unit.
+
+        A sum at the end of a unit may be one of the next unit's nodes.
+        """
+        its = self._renamed(name, unit)
+        return its if its != name else self._units.renamed(name, THIRD - 1, unit - 1)
 
     def _unit_initializers(self) -> list[ir.Value]:
         """Returns the third unit's weights and constants that other units have of their own."""

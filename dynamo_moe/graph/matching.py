@@ -34,6 +34,14 @@ def only_use(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     return maker(value, *op_types)
 
 
+def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
+    """Returns the one node that uses a value, if it is of this operator."""
+    users = [user for user, _ in value.uses()]
+    if len(users) != 1 or value.is_graph_output():
+        return None
+    return users[0] if not users[0].domain and users[0].op_type == op_type else None
+
+
 def operand(node: ir.Node, position: int) -> ir.Value:
     """Returns a node's input.
 

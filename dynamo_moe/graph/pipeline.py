@@ -22,13 +22,16 @@ from dynamo_moe.files.copies import Copies
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.dequantized_weights import dequantize_weights
 from dynamo_moe.graph.fusion import FIRST_OPSET, Fusion, fuse
+from dynamo_moe.graph.fusion.skip_norms import drop_unused_sums
 from dynamo_moe.graph.instantiate import (
     Instances,
     Units,
     add_results,
+    before_sums,
     instantiate,
     values_hidden,
 )
+from dynamo_moe.graph.joined_products import join_products
 from dynamo_moe.graph.layer_functions import make_functions
 from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
@@ -130,7 +133,8 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         Simplify(findings, link=link),
         # Again, as a runtime's own nodes may want weights in another order.
         None if target.keeps_nodes else FoldStackedWeights(),
-        FuseOperators(findings, Fusion(form.fuse, target.takes_attention, form.shared_cache)),
+        FuseOperators(findings, _fusion(form)),
+        JoinProducts(findings, link=link) if form.fuse and target.takes_attention else None,
         RollRepeats(),
         DequantizeWeights(findings, target.packed_product),
         AddBodies(target, form.body) if target.keeps_nodes else None,
@@ -140,6 +144,13 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
         MakeFunctions(findings) if form.layers_as_functions else None,
     ]
     return [step for step in steps if step is not None]
+
+
+def _fusion(form: Form) -> Fusion:
+    """Returns how far a form fuses operators; a function is a whole block, its last sum with it."""
+    own = form.target.takes_attention
+    sums = own and not form.layers_as_functions
+    return Fusion(form.fuse, own, form.shared_cache, sums)
 
 
 # --- The passes ---
@@ -300,11 +311,33 @@ class FuseOperators(Step):
         if model.opset_imports.get("", 0) >= FIRST_OPSET:
             with values_hidden(model, self._findings.units):
                 fuse(model, self._wanted)
+            self._findings.units = [before_sums(model, units) for units in self._findings.units]
+            drop_unused_sums(model)
 
     def ensures(self, model: ir.Model) -> None:
         """All constants are initializers, still."""
         if not _is_simplified(model):
             raise PostconditionError("constants are left among the nodes")
+
+
+class JoinProducts(Step):
+    """Makes the products of one tensor with several weights of a module one product."""
+
+    def __init__(self, findings: Findings, *, link: bool = False) -> None:
+        self._findings, self._link = findings, link
+
+    def requires(self, model: ir.Model) -> None:
+        """The layers and the weights are recorded: joined weights are weights, too."""
+        self._findings.recorded()
+
+    def change(self, model: ir.Model) -> None:
+        """Joins the products of the main graph."""
+        if model.opset_imports.get("", 0) >= FIRST_OPSET:
+            self._findings.weights |= join_products(model, link=self._link)
+
+    def ensures(self, model: ir.Model) -> None:
+        """Weights are declared as they are."""
+        _check_weights(model)
 
 
 class RollRepeats(Step):

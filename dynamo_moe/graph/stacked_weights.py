@@ -41,7 +41,7 @@ def fold_stacked_weights(model: ir.Model) -> None:
             users = [user for part in parts for user, _ in part.uses()]
             if lazy is None or any(user not in made_by for user in users):
                 continue
-            tensor = as_ir(lazy, _name_of_all([str(leaf.name) for leaf in leaves]))
+            tensor = as_ir(lazy, name_of_all([str(leaf.name) for leaf in leaves]))
             weight = ir.Value(
                 name=tensor.name, shape=ir.Shape(lazy.shape), type=value.type, const_value=tensor
             )
@@ -55,11 +55,11 @@ def fold_stacked_weights(model: ir.Model) -> None:
             model.graph.register_initializer(weight)
 
 
-def _name_of_all(names: Sequence[str]) -> str:
+def name_of_all(names: Sequence[str]) -> str:
     """Returns a name for what is made of several weights, from theirs.
 
     Example:
-        >>> _name_of_all([f"mlp.experts.{e}.{w}.weight" for e in range(8) for w in ("w1", "w3")])
+        >>> name_of_all([f"mlp.experts.{e}.{w}.weight" for e in range(8) for w in ("w1", "w3")])
         'mlp.experts.0-7.w1+w3.weight'
     """
     parts = [name.split(".") for name in names]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# ONNX Runtime has several domains of this prefix.
-_ONNXRUNTIME_DOMAINS = "com.microsoft"
+ONNXRUNTIME_DOMAIN = "com.microsoft"
+"""The domain of ONNX Runtime's own operators, and the prefix of its others."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class ForeignOperator:
 
 ONNXRUNTIME_MOE = ForeignOperator(
     "ONNX Runtime",
-    "com.microsoft",
+    ONNXRUNTIME_DOMAIN,
     "MoE",
     inputs=("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3"),
 )
 ONNXRUNTIME_QMOE = ForeignOperator(
     "ONNX Runtime",
-    "com.microsoft",
+    ONNXRUNTIME_DOMAIN,
     "QMoE",
     inputs=(
         *("x", "router_probs", "w1", "w1_scales", "b1", "w2", "w2_scales", "b2"),
@@ -48,8 +48,12 @@ ONNXRUNTIME_QMOE = ForeignOperator(
     ),
 )
 TRT_MOE = ForeignOperator("TensorRT", "trt", "TRT_MoE", any_domain=True)
-ONNXRUNTIME_MATMUL = ForeignOperator("ONNX Runtime", "com.microsoft", "MatMulNBits")
-ONNXRUNTIME_ATTENTION = ForeignOperator("ONNX Runtime", "com.microsoft", "GroupQueryAttention")
+ONNXRUNTIME_MATMUL = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "MatMulNBits")
+ONNXRUNTIME_ATTENTION = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "GroupQueryAttention")
+ONNXRUNTIME_QUICK_GELU = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "QuickGelu")
+ONNXRUNTIME_SKIP_NORM = ForeignOperator(
+    "ONNX Runtime", ONNXRUNTIME_DOMAIN, "SkipSimplifiedLayerNormalization"
+)
 
 # Of MoE layers.
 FOREIGN_OPERATORS = (ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE, TRT_MOE)
@@ -67,4 +71,4 @@ def is_foreign(domain: str, op_type: str) -> bool:
     >>> is_foreign("com.microsoft", "QuickGelu"), is_foreign("", "Gelu")
     (True, False)
     """
-    return domain.startswith(_ONNXRUNTIME_DOMAINS) or foreign_operator(domain, op_type) is not None
+    return domain.startswith(ONNXRUNTIME_DOMAIN) or foreign_operator(domain, op_type) is not None

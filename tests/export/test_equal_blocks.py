@@ -371,6 +371,65 @@ def test_language_models_with_a_cache(
     dynamo_moe.verify(tmp_path / "auto" / "model.onnx", converted(make))
 
 
+class NormedBlock(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+class ResultsOfAll(Stack):
+    """Returns what each block returns."""
+
+    def forward(self, x: Tensor) -> Any:
+        results = []
+        for block in self.blocks:
+            x = block(x)
+            results.append(x)
+        return x, *results
+
+
+def test_a_sum_that_the_next_block_norms(compared: Compared, tmp_path: Path) -> None:
+    """The head uses the last block's sum, which no norm follows."""
+    make = of_kinds(*[NormedBlock] * 6)
+    found = compared(make, torch.randn(2, 3, WIDTH), target="onnxruntime")
+    assert found == ("6 of NormedBlock: 3 traced",)
+    path = tmp_path / "auto" / "model.onnx"
+    nodes = [node.op_type for node in onnx.load(path).graph.node]
+    assert nodes.count("SkipSimplifiedLayerNormalization") == 5
+    assert dynamo_moe.verify(path, make()).passed
+
+
+@pytest.mark.parametrize("model", [SecondAsWell, ResultsOfAll])
+def test_a_sum_that_is_used_twice_after_its_block(
+    compared: Compared, tmp_path: Path, model: type[nn.Module]
+) -> None:
+    """What the next block sums and norms is a part of that block then."""
+    make = of_kinds(*[NormedBlock] * 6, model=model)
+    [blocks] = compared(make, torch.randn(2, 3, WIDTH), target="onnxruntime")
+    assert blocks.startswith("traced one by one")
+    assert dynamo_moe.verify(tmp_path / "auto" / "model.onnx", make()).passed
+
+
+def olmo2() -> models.Made:
+    """Its blocks end with a norm and a sum; one norm follows the last."""
+    return models.language_model("Olmo2", num_hidden_layers=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [olmo2, one_of_many(models.llama), models.mixtral])
+def test_sums_and_norms_of_language_models(
+    compared: Compared, tmp_path: Path, make: Callable[[], models.Made]
+) -> None:
+    options = {"task": WITH_PAST, "target": "onnxruntime"}
+    [blocks] = compared(functools.partial(converted, make), **options)
+    assert blocks.endswith("Layer: 3 traced")
+    assert dynamo_moe.verify(tmp_path / "auto" / "model.onnx", converted(make)).passed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [models.gpt_oss, one_of_many(models.gemma2)])
 def test_language_models_that_compute_with_weights_alone(

@@ -27,7 +27,10 @@ FUSED = {
     "RotaryEmbedding",
     "Attention",
     "GroupQueryAttention",
+    "SkipSimplifiedLayerNormalization",
+    "QuickGelu",
 }
+SKIP = "SkipSimplifiedLayerNormalization"
 
 
 class Calls(nn.Module):
@@ -166,6 +169,135 @@ def test_targets_with_plugins_have_the_standards_norm_from_opset_23_on(tmp_path:
         assert fused(llama_norm, (x,), tmp_path, weights=(weight,), **options) == {
             "RMSNormalization": 1
         }
+
+
+# --- Sums and their norms ---
+
+
+def summed_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, llama_norm(total, weight)
+
+
+def norm_of_a_sum_alone(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return gemma_norm(x + y, weight)
+
+
+def sum_used_before(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    return total.cos().clone() + llama_norm(total, weight)
+
+
+def two_norms_of_one_sum(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    return llama_norm(total, weight) + divided_norm(total, 2 * weight)
+
+
+def a_chain(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    total = total + llama_norm(total, weight).sin()
+    return total * llama_norm(total, weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [
+        (summed_norm, {SKIP: 1}),
+        (norm_of_a_sum_alone, {SKIP: 1}),
+        (two_norms_of_one_sum, {SKIP: 1, "RMSNormalization": 1}),
+        (a_chain, {SKIP: 2}),
+    ],
+)
+def test_a_sum_and_its_norm_are_one_node(
+    model: Any, counts: dict[str, int], tmp_path: Path
+) -> None:
+    inputs = torch.randn(B, S, 16), torch.randn(B, S, 16)
+    assert fused(model, inputs, tmp_path, weights=(torch.rand(16) + 0.5,)) == counts
+    nodes = onnx.load(tmp_path / "m.onnx").graph.node
+    assert "" not in {name for node in nodes for name in node.output[3:]}
+
+
+def test_a_sum_that_is_used_before_its_norm_stays(tmp_path: Path) -> None:
+    inputs = torch.randn(B, S, 16), torch.randn(B, S, 16)
+    found = fused(sum_used_before, inputs, tmp_path, weights=(torch.rand(16),))
+    assert found == {"RMSNormalization": 1}
+
+
+@pytest.mark.parametrize(
+    "sizes", [((B, S, 16), (S, 16)), ((B, S, 16), (16,)), ((S, 16), (S, 16)), ((B, S, H, 16),) * 2]
+)
+def test_sums_of_other_shapes_stay(sizes: Any, tmp_path: Path) -> None:
+    """What is broadcast, and what has not three axes, ONNX Runtime's operator does not take."""
+    x, y = map(torch.randn, sizes)
+    found = fused(summed_norm, (x, y), tmp_path, weights=(torch.rand(16),), dynamic_shapes=None)
+    assert found == {"RMSNormalization": 1}
+
+
+def test_a_sum_in_half_precision_stays(tmp_path: Path) -> None:
+    x, y = torch.randn(B, S, 16).half(), torch.randn(B, S, 16).half()
+    weight = torch.rand(16).half() + 0.5
+    assert fused(norm_of_a_sum_alone, (x, y), tmp_path, weights=(weight,)) == {
+        "RMSNormalization": 1
+    }
+
+
+def test_other_targets_and_functions_keep_sums(tmp_path: Path) -> None:
+    inputs, weight = (torch.randn(B, S, 16), torch.randn(B, S, 16)), torch.rand(16)
+    for options in (
+        {"target": "plugin", "opset": 23},
+        {"target": "dense", "opset": 23},
+        {"layers_as_functions": True},
+    ):
+        found = fused(summed_norm, inputs, tmp_path, weights=(weight,), **options)
+        assert found == {"RMSNormalization": 1}
+
+
+# --- SiLU ---
+
+
+def gated_silu(x: Tensor, y: Tensor) -> Tensor:
+    return functional.silu(x) * y
+
+
+def sigmoid_first(x: Tensor, y: Tensor) -> Tensor:
+    return torch.sigmoid(x) * x + y
+
+
+def sigmoid_of_another(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.sigmoid(y)
+
+
+def sigmoid_of_a_multiple(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x) + y
+
+
+def sigmoid_that_is_a_result(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    gate = torch.sigmoid(x)
+    return x * gate + y, gate
+
+
+@pytest.mark.parametrize("model", [gated_silu, sigmoid_first])
+def test_silu(model: Any, tmp_path: Path) -> None:
+    x = torch.cat((torch.randn(B, 16), torch.tensor([[-200.0, 200.0] * 8])))
+    assert fused(model, (x, torch.randn(B + 1, 16)), tmp_path) == {"QuickGelu": 1}
+
+
+@pytest.mark.parametrize(
+    "model", [sigmoid_of_another, sigmoid_of_a_multiple, sigmoid_that_is_a_result]
+)
+def test_what_is_no_silu(model: Any, tmp_path: Path) -> None:
+    assert fused(model, (torch.randn(B, 16), torch.randn(B, 16)), tmp_path) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_silu_of_other_dtypes_stays(dtype: torch.dtype, tmp_path: Path) -> None:
+    inputs = torch.randn(B, 16).to(dtype), torch.randn(B, 16).to(dtype)
+    assert fused(gated_silu, inputs, tmp_path) == {}
+
+
+@pytest.mark.parametrize("options", [{"target": "plugin", "opset": 23}, {"fuse": False}])
+def test_other_files_keep_silu(options: Any, tmp_path: Path) -> None:
+    assert fused(gated_silu, (torch.randn(B, 16), torch.randn(B, 16)), tmp_path, **options) == {}
 
 
 # --- Rotary embeddings ---

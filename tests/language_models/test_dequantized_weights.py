@@ -176,6 +176,15 @@ def test_the_file_computes_what_the_decoded_model_does(form: str, tmp_path: Path
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
+def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
+    """ONNX Runtime's target joins queries, keys and values only where they are plain."""
+    folder = checkpoint(tmp_path / "model", "int4", hidden_size=192, intermediate_size=320)
+    report = exported(folder, target="onnxruntime")
+    assert report.nodes["MatMulNBits"] == 7 * LAYERS
+    assert "Split" not in report.nodes
+    assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
+
+
 @pytest.mark.parametrize(
     "form", ["int4", "int4 zero points", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]
 )

@@ -17,10 +17,18 @@ from dynamo_moe.graph.fusion.attention_forms import (
     caches_of,
     without_repeats,
 )
-from dynamo_moe.graph.fusion.grouped_attention import can_be_grouped, grouped_attention
+from dynamo_moe.graph.fusion.grouped_attention import Lengths, can_be_grouped, grouped_attention
 from dynamo_moe.graph.fusion.masks import above_least, seen_keys, with_rows
 from dynamo_moe.graph.fusion.rotary import HEADS_FIRST, flattened
-from dynamo_moe.graph.matching import Writer, dimensions, maker, operand, permutation, typed
+from dynamo_moe.graph.matching import (
+    Writer,
+    dimensions,
+    maker,
+    only_user,
+    operand,
+    permutation,
+    typed,
+)
 
 
 def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
@@ -31,13 +39,16 @@ def fuse_attention(writer: Writer, *, grouped: bool = False) -> None:
         grouped: Whether ONNX Runtime's own everywhere: it can write new keys and values into the
             buffers that hold the cache.
     """
+    lengths = Lengths(writer)
     for node in list(writer.graph):
         attention = attention_of(writer, node)
         if attention is not None:
-            _fuse(writer, node, without_repeats(attention), grouped=grouped)
+            _fuse(writer, node, without_repeats(attention), lengths, grouped=grouped)
 
 
-def _fuse(writer: Writer, node: ir.Node, attention: Attention, *, grouped: bool) -> None:
+def _fuse(
+    writer: Writer, node: ir.Node, attention: Attention, lengths: Lengths, *, grouped: bool
+) -> None:
     heads, groups = dimensions(attention.queries)[1], dimensions(attention.keys)[1]
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
         return
@@ -48,7 +59,7 @@ def _fuse(writer: Writer, node: ir.Node, attention: Attention, *, grouped: bool)
     wants_own = grouped or attention.sinks is not None
     if wants_own and attention.mask is not None and can_be_grouped(attention, caches):
         flat = [_flat(writer, node, tensor) for tensor in tensors]
-        fused = grouped_attention(writer, node, attention, attention.mask, flat, caches)
+        fused = grouped_attention(writer, node, attention, attention.mask, flat, caches, lengths)
         result = fused.outputs[0]
         if replaced is None:
             replaced, result = node.outputs[0], _by_heads(writer, node, result)
@@ -105,22 +116,14 @@ def _by_token(values: Sequence[ir.Value]) -> list[ir.Value] | None:
 
 def _merged_result(node: ir.Node) -> ir.Value | None:
     """Returns [B, S, H * D], if that alone is made of a node's result [B, H, S, D]."""
-    turn = _only_user(node.outputs[0], "Transpose")
-    merge = None if turn is None else _only_user(turn.outputs[0], "Reshape")
+    turn = only_user(node.outputs[0], "Transpose")
+    merge = None if turn is None else only_user(turn.outputs[0], "Reshape")
     if turn is None or merge is None or permutation(turn) != HEADS_FIRST:
         return None
     match dimensions(turn.outputs[0]), dimensions(merge.outputs[0]):
         case (batch, tokens, int(heads), int(width)), merged:
             return merge.outputs[0] if merged == (batch, tokens, heads * width) else None
     return None
-
-
-def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    """Returns the one node that uses a value, if it is of this operator."""
-    users = [user for user, _ in value.uses()]
-    if len(users) != 1 or value.is_graph_output():
-        return None
-    return users[0] if not users[0].domain and users[0].op_type == op_type else None
 
 
 def _standard(
