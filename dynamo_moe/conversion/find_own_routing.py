@@ -106,6 +106,23 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def values_of_tokens(
+    run: Callable[[], Any], tokens: int, width: int
+) -> tuple[Any, dict[Value, Tensor]]:
+    """Returns what a forward returns, and the floating values ``[..., D]`` of as many tokens."""
+    recorded = _UntilExperts(set())
+    with torch.no_grad(), recorded:
+        result = run()
+    found = {
+        value: tensor
+        for value, tensor in recorded.values.items()
+        if tensor.is_floating_point()
+        and tensor.shape[-1:] == (width,)
+        and tensor.numel() == tokens * width
+    }
+    return result, found
+
+
 # --- The weights among them ---
 
 

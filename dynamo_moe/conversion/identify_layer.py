@@ -15,10 +15,10 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from dynamo_moe.conversion.find_own_routing import (
     find_routings,
     solve_weights,
     values_ahead_of_experts,
+    values_of_tokens,
 )
 from dynamo_moe.conversion.identify_experts import identify_experts
 from dynamo_moe.conversion.layer_spec import (
@@ -58,6 +59,7 @@ from dynamo_moe.conversion.own_routing import (
     dense_weights,
     line_that_decides,
 )
+from dynamo_moe.conversion.probed_routing import Probe, ProbedRouting, Rest, probed_results
 from dynamo_moe.conversion.routing import (
     GateRouting,
     LinearRouter,
@@ -92,6 +94,11 @@ _SCORINGS: tuple[tuple[Scoring, Weighting], ...] = (
     ("none", "sum"),
     ("softmax", "softmax"),
 )
+
+
+Way: TypeAlias = Literal["router", "code", "probes"]
+"""How a layer chooses its experts: by a known router, as its own code computes ahead of them, or as
+its own code applies, with probes in their place."""
 
 
 class NotRoutedError(ValueError):
@@ -164,7 +171,7 @@ class IdentifiedLayer:
 
 
 def identify_layer(
-    module: nn.Module, experts: LocatedExperts, others: OtherArguments, *, own_code: bool = False
+    module: nn.Module, experts: LocatedExperts, others: OtherArguments, way: Way
 ) -> list[IdentifiedLayer]:
     """Returns the records that give a layer's numbers in evaluation mode, in at least float32.
 
@@ -172,8 +179,7 @@ def identify_layer(
         module: The layer.
         experts: Its experts, by their path in it.
         others: What its forward gets beside tokens.
-        own_code: Whether the layer's own code chooses the experts, instead of a known router, of
-            which there is one at most.
+        way: How it chooses its experts; there is one record of a known router at most.
 
     Raises:
         NotRoutedError: If it does not route, as far as can be seen.
@@ -181,7 +187,7 @@ def identify_layer(
     """
     candidates = identify_experts(module, experts)
     # Experts hold neither gates nor shared experts.
-    hidden = [module.get_submodule(path) for path in _paths_of_experts(experts)]
+    hidden = {path: module.get_submodule(path) for path in _paths_of_experts(experts)}
     weights = random_weights(module, _names_to_keep(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
@@ -194,7 +200,7 @@ def identify_layer(
                 failures.append(failure)
                 continue
             try:
-                specs = trial.specs_of_own_code() if own_code else [trial.spec()]
+                specs = trial.specs(way)
                 leading = tuple(trial.x.shape[:-1])
                 return [
                     IdentifiedLayer(spec, weights, leading, others, trial.changing)
@@ -224,7 +230,7 @@ def side_effects(
     notes = [f"{name} is no longer updated" for name in changed]
     if seen.casts_to_half:
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
-    if isinstance(spec.routing, OwnRouting):
+    if isinstance(spec.routing, (OwnRouting, ProbedRouting)):
         with preserving_state(module), using_tensors(module, identified.weights):
             line = line_that_decides(spec.routing, module, x, identified.others.of_size(x))
         if line is not None:
@@ -285,7 +291,7 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 def _observe(
     module: nn.Module,
     candidates: list[ExpertsSpec],
-    hidden: list[nn.Module],
+    hidden: dict[str, nn.Module],
     width: int,
     others: OtherArguments,
 ) -> _Trial:
@@ -308,14 +314,14 @@ def _observe(
         run = on_tokens(on_any_device(module), others, channels_first=channels_first)
         try:
             with keeping_parameters(beside) as changing:
-                seen = observe_forward(module, run, x, hidden)
+                seen = observe_forward(module, run, x, hidden.values())
         except Exception as failure:  # The module is the user's: anything can come out of it.
             first_failure = first_failure or failure
             continue
         with exclusive(), torch.random.fork_rng(()):
             torch.default_generator.manual_seed(torch.initial_seed() + 1)
             with keeping_parameters(beside):
-                again = observe_forward(module, run, x, hidden)
+                again = observe_forward(module, run, x, hidden.values())
         if not _same(seen.result, again.result):
             raise ValueError("it gives other numbers each time, in evaluation mode too")
         return _Trial(module, candidates, hidden, x, others, seen, channels_first, tuple(changing))
@@ -371,7 +377,7 @@ class _Trial:
 
     module: nn.Module
     candidates: list[ExpertsSpec]
-    hidden: list[nn.Module]
+    hidden: dict[str, nn.Module]
     x: Tensor
     others: OtherArguments
     seen: ObservedForward
@@ -391,10 +397,25 @@ class _Trial:
     @functools.cached_property
     def numbers(self) -> list[float]:
         """The positive numbers among the attributes of all modules that are not experts."""
-        inner = {part for submodule in self.hidden for part in submodule.modules()}
+        inner = {part for submodule in self.hidden.values() for part in submodule.modules()}
         parts = [part for part in self.module.modules() if part not in inner]
         values = [value for part in parts for value in vars(part).values()]
         return [value for value in values if type(value) in (int, float) and value > 0]
+
+    def specs(self, way: Way) -> list[LayerSpec]:
+        """Returns the records that give the layer's numbers.
+
+        Raises:
+            NotRoutedError: If the layer does not route, as far as can be seen.
+            ValueError: If there are none.
+        """
+        match way:
+            case "router":
+                return [self.spec()]
+            case "code":
+                return self.specs_of_own_code()
+            case "probes":
+                return self.specs_of_probes()
 
     def spec(self) -> LayerSpec:
         """Returns the first combination that gives the layer's numbers.
@@ -463,6 +484,98 @@ class _Trial:
                 raise ValueError("its result is not a weighted sum of its experts' results")
             raise NoKnownRouterError(self._unknown())
         return specs
+
+    def specs_of_probes(self) -> list[LayerSpec]:
+        """Returns the records that give the layer's numbers by what its forward does to its experts.
+
+        Raises:
+            ValueError: If its result is no sum of its experts' results and of what is without them.
+        """
+        specs = [spec for experts in self.candidates for spec in self._specs_of_probes(experts)]
+        if not specs:
+            raise ValueError("its result is not a weighted sum of its experts' results")
+        return specs
+
+    def _specs_of_probes(self, experts: ExpertsSpec) -> Iterator[LayerSpec]:
+        width, count = self.x.shape[-1], self.num_experts
+        probes = _probes(experts, self.hidden)
+        if not probes or experts.width != width or count > width:
+            return
+        # It may run twice, and half precision would round what the probes return.
+        if self.seen.casts_to_half or self.seen.changed_buffers or self.changing:
+            return
+        tokens = self.x.shape[:-1].numel()
+        others = self.others.of_size(self.x)
+        image = self.x.movedim(-1, 1) if self.channels_first else self.x
+        run = functools.partial(probed_results, self.module, image, others, probes)
+        rows: list[Tensor] = []
+        with preserving_state(self.module):
+            leaves, values = values_of_tokens(lambda: run(1.0, rows=rows), tokens, width)
+            rest_leaves = run(0.0)
+        inputs = {None: self.x, **values}
+        for index, leaf in enumerate(pytree.tree_leaves(self.seen.result)):
+            if not self._is_per_token(leaf, width):
+                continue
+            result_TD, unit_TD, rest_TD = (
+                self._as_tokens(tensor).reshape(-1, width).double()
+                for tensor in (leaf, leaves[index], rest_leaves[index])
+            )
+            weights_TE = (unit_TD - rest_TD)[:, :count]
+            if not weights_TE.any():
+                continue
+            for value, tensor in inputs.items():
+                if not _are_rows_of(rows, tensor):
+                    continue
+                y_TED = self._each_expert(experts, tensor.reshape(-1, width))
+                summed_TD = torch.einsum("te,ted->td", weights_TE, y_TED) + rest_TD
+                if relative_error(summed_TD, result_TD) > _TOLERANCE:
+                    continue
+                most = int((weights_TE != 0).sum(dim=1).max())
+                rests: list[Rest] = [] if rest_TD.any() else ["nothing"]
+                rests += [
+                    known or "tokens"
+                    for known, other in inputs.items()
+                    if torch.equal(other.reshape(-1, width).double(), rest_TD)
+                ]
+                for rest, top_k in itertools.product(
+                    (*rests, "second run"), dict.fromkeys((most, count))
+                ):
+                    routing = ProbedRouting(
+                        probes, index, count, top_k, rest, value, self.channels_first
+                    )
+                    yield self._spec_of_probes(index, experts, routing)
+
+    def _spec_of_probes(
+        self, index: int, experts: ExpertsSpec, routing: ProbedRouting
+    ) -> LayerSpec:
+        leaves, structure = pytree.tree_flatten(self.seen.result)
+
+        def returned(number: int, leaf: Any) -> ReturnValue:
+            if number == index:
+                return ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
+            if not isinstance(leaf, Tensor):
+                return ReturnValue("constant", leaf)
+            is_loss = leaf.ndim == 0 and leaf.is_floating_point()
+            return ReturnValue("zero") if is_loss else ReturnValue("own", number)
+
+        if vars(leaves[index]):
+            raise ValueError("it sets attributes on its result")
+        return LayerSpec(
+            arguments=_arguments(self.module),
+            routing=routing,
+            experts=experts,
+            shared=(),
+            returned=pytree.tree_unflatten(
+                [returned(number, leaf) for number, leaf in enumerate(leaves)], structure
+            ),
+            channels_first=self.channels_first,
+            others=self.others.form,
+        )
+
+    def _as_tokens(self, value: Tensor) -> Tensor:
+        """Returns a result of the layer's own forward with the tokens' width in its last dimension."""
+        is_image = self.channels_first and value.ndim == self.x.ndim
+        return value.movedim(1, -1) if is_image and value.shape != self.x.shape else value
 
     def _returned_values(self, values: dict[Value, Tensor]) -> tuple[Value, ...]:
         """Returns the values of a forward that it also returns."""
@@ -621,9 +734,11 @@ class _Trial:
         """Returns the candidates for experts that take the tokens."""
         return [experts for experts in self.candidates if experts.width == self.x.shape[-1]]
 
-    def _each_expert(self, experts: ExpertsSpec) -> Tensor:
-        """Returns every expert's result for every token, ``[T, E, D]``."""
-        x_TD, count = self.x.reshape(-1, self.x.shape[-1]), self.num_experts
+    def _each_expert(self, experts: ExpertsSpec, x_TD: Tensor | None = None) -> Tensor:
+        """Returns every expert's result for every token ``[T, E, D]``: for the layer's, or others."""
+        if x_TD is None:
+            x_TD = self.x.reshape(-1, self.x.shape[-1])
+        count = self.num_experts
         ids = torch.arange(count, device=x_TD.device).repeat(len(x_TD))[:, None]
         ones = torch.ones_like(ids, dtype=x_TD.dtype)
         rows = x_TD.repeat_interleave(count, dim=0)
@@ -701,6 +816,40 @@ class _Trial:
         raise ValueError(
             f"it returns a tensor {list(value.shape)} that is neither its result nor its routing"
         )
+
+
+def _probes(experts: ExpertsSpec, hidden: Collection[str]) -> tuple[Probe, ...]:
+    """Returns the probes in place of experts that are modules, or lists of linear layers.
+
+    Args:
+        experts: The experts.
+        hidden: The paths of the modules that are experts, or an expert's linear layers; of a list
+            of experts, that of the list.
+    """
+
+    def module_of(name: str) -> str:
+        parts = name.split(".")
+        paths = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+        return next((p for p in paths if p in hidden or p.rpartition(".")[0] in hidden), "")
+
+    width = experts.width
+    last = [module_of(name) for name in experts.w2[0].names]
+    if len(last) != experts.num_experts or len({*last}) != len(last) or "" in last:
+        return ()
+    probes = [Probe(path, expert, width) for expert, path in enumerate(last)]
+    for stack in experts.w1:
+        paths = {module_of(name) for name in stack.names}
+        probes += [Probe(path, None, stack.sizes[0]) for path in sorted(paths - {*last})]
+    return tuple(probes)
+
+
+def _are_rows_of(rows: list[Tensor], tokens: Tensor) -> bool:
+    """Whether all rows that experts get are tokens' rows, or zeros."""
+    tokens_TD = tokens.reshape(-1, tokens.shape[-1])
+    given = [row.reshape(-1, row.shape[-1]) for row in rows if row.shape[-1:] == tokens.shape[-1:]]
+    rows_RD = torch.cat(given) if given else tokens_TD[:0]
+    known_R = (rows_RD[:, None] == tokens_TD).all(dim=-1).any(dim=-1) | (rows_RD == 0).all(dim=-1)
+    return bool(known_R.all())
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
