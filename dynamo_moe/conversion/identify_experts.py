@@ -56,8 +56,6 @@ def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[Experts
     """
     if not experts.stacks:
         return _identify_list(module, experts.path)
-    if all(is_lora(names[0]) for names in experts.stacks):
-        raise ValueError(LORAS)
     candidates = _identify_stacks(module, experts)
     if not candidates:
         names = ", ".join(names[0] for names in experts.stacks)

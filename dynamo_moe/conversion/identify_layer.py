@@ -50,6 +50,7 @@ from dynamo_moe.conversion.observation import (
     preserving_state,
     random_tokens,
     random_weights,
+    same_draws,
     using_tensors,
 )
 from dynamo_moe.conversion.other_arguments import OtherArguments, is_plain
@@ -69,7 +70,6 @@ from dynamo_moe.conversion.routing import (
     TopKRouting,
     Weighting,
 )
-from dynamo_moe.process_state import exclusive
 
 # Relative to the RMS of the result. Another routing or activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
@@ -127,6 +127,7 @@ class IdentifiedLayer:
         leading: The leading dimensions of the tokens.
         others: What else its forward gets.
         changing: The parameters that its forward changes.
+        draws: Whether its forward draws random numbers, in evaluation mode too.
     """
 
     spec: LayerSpec
@@ -134,6 +135,7 @@ class IdentifiedLayer:
     leading: tuple[int, ...]
     others: OtherArguments
     changing: tuple[str, ...] = ()
+    draws: bool = False
 
     def example(self, module: nn.Module) -> Tensor:
         """Returns tokens of the shape that it was found with, in the dtype of the layer."""
@@ -160,14 +162,20 @@ class IdentifiedLayer:
     def _restoring(
         self, module: nn.Module, run: Callable[[Tensor], Any]
     ) -> Callable[[Tensor], Any]:
-        """Returns a function that leaves the parameters as they were."""
+        """Returns a function that leaves the parameters as they were, and draws the same each time.
+
+        Its result then tells how much was drawn.
+        """
 
         def restored(x: Tensor) -> Any:
             changing = {name: attrgetter(name)(module) for name in self.changing}
             with keeping_parameters(changing):
-                return run(x)
+                if not self.draws:
+                    return run(x)
+                with same_draws():
+                    return run(x), torch.get_rng_state()
 
-        return restored if self.changing else run
+        return restored if self.changing or self.draws else run
 
 
 def identify_layer(
@@ -196,6 +204,8 @@ def identify_layer(
         for width in dict.fromkeys(candidate.width for candidate in candidates):
             try:
                 trial = _observe(module, candidates, hidden, width, others)
+                if trial.draws and way == "router":
+                    raise ValueError("it gives other numbers each time, in evaluation mode too")
             except NotRoutedError as failure:
                 failures.append(failure)
                 continue
@@ -203,7 +213,7 @@ def identify_layer(
                 specs = trial.specs(way)
                 leading = tuple(trial.x.shape[:-1])
                 return [
-                    IdentifiedLayer(spec, weights, leading, others, trial.changing)
+                    IdentifiedLayer(spec, weights, leading, others, trial.changing, trial.draws)
                     for spec in specs
                 ]
             except ValueError as refusal:
@@ -235,6 +245,8 @@ def side_effects(
             line = line_that_decides(spec.routing, module, x, identified.others.of_size(x))
         if line is not None:
             notes.append(f"its router decides by values at {line}, which an export may refuse")
+    if identified.draws:
+        notes.append("it draws random numbers in evaluation mode too, as a file of it does")
     if any(value.kind == "zero" for value in spec.return_values()):
         notes.append("the loss that it returns beside its result is 0")
     attributes: dict[str, dict[str, Any]] = {}
@@ -299,7 +311,6 @@ def _observe(
 
     Raises:
         NotRoutedError: If it takes none.
-        ValueError: If it gives other numbers each time.
     """
     if missing := others.missing(module):
         raise TakesNoTokensError(
@@ -313,18 +324,19 @@ def _observe(
         x = random_tokens(*leading, width, like=_floating(module))
         run = on_tokens(on_any_device(module), others, channels_first=channels_first)
         try:
-            with keeping_parameters(beside) as changing:
+            with same_draws(), keeping_parameters(beside) as changing:
                 seen = observe_forward(module, run, x, hidden.values())
         except Exception as failure:  # The module is the user's: anything can come out of it.
             first_failure = first_failure or failure
             continue
-        with exclusive(), torch.random.fork_rng(()):
-            torch.default_generator.manual_seed(torch.initial_seed() + 1)
+        with same_draws():
+            torch.default_generator.manual_seed(1)
             with keeping_parameters(beside):
                 again = observe_forward(module, run, x, hidden.values())
-        if not _same(seen.result, again.result):
-            raise ValueError("it gives other numbers each time, in evaluation mode too")
-        return _Trial(module, candidates, hidden, x, others, seen, channels_first, tuple(changing))
+        draws = not _same(seen.result, again.result)
+        return _Trial(
+            module, candidates, hidden, x, others, seen, channels_first, tuple(changing), draws
+        )
     first_line = str(first_failure).strip().split("\n")[0]
     raise TakesNoTokensError(
         f"it takes no tokens of its experts' width {width}: {first_line}"
@@ -383,6 +395,7 @@ class _Trial:
     seen: ObservedForward
     channels_first: bool
     changing: tuple[str, ...]
+    draws: bool
 
     @property
     def num_experts(self) -> int:
@@ -456,13 +469,23 @@ class _Trial:
         others = self.others.of_size(self.x)
         image = self.x.movedim(-1, 1) if self.channels_first else self.x
         run = functools.partial(self.module, **others)
-        values = values_ahead_of_experts(run, image, parameters)
+        with same_draws():
+            values = values_ahead_of_experts(run, image, parameters)
         rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
+        outputs = self._returned_values(values)
         is_sum, specs = False, []
-        for experts in self._experts():
-            y_TED = self._each_expert(experts)
-            for part in parts:
-                weights_TE = solve_weights(y_TED, part.expected_TD)
+        width = self.x.shape[-1]
+        normed = [v for v, t in values.items() if self._is_per_token(t, width)]
+        # Experts of the layer's tokens, else of others that it computes, as a block with its norm.
+        around = itertools.product((None, *normed), (False, True))
+        for tokens, residual in around:
+            if specs:
+                break
+            x = self.x if tokens is None else values[tokens]
+            rest_TD = self.x.reshape(-1, width) * residual
+            for experts, part in itertools.product(self._experts(), parts):
+                y_TED = self._each_expert(experts, x.reshape(-1, width))
+                weights_TE = solve_weights(y_TED, part.expected_TD - rest_TD)
                 if weights_TE is None:
                     continue
                 is_sum = True
@@ -470,9 +493,11 @@ class _Trial:
                     for routing in find_routings(
                         values, weights_TE / scale, channels_first=self.channels_first
                     ):
-                        outputs = self._returned_values(values)
-                        own = replace(routing, scale=scale, outputs=outputs)
-                        routed = own(self.module, self.x, others)
+                        own = replace(
+                            routing, scale=scale, outputs=outputs, tokens=tokens, residual=residual
+                        )
+                        with same_draws():
+                            routed = own(self.module, self.x, others)
                         specs.append(self._spec(part, experts, own, routed))
         if not specs:
             if is_sum:
@@ -509,9 +534,13 @@ class _Trial:
         image = self.x.movedim(-1, 1) if self.channels_first else self.x
         run = functools.partial(probed_results, self.module, image, others, probes)
         rows: list[Tensor] = []
-        with preserving_state(self.module):
-            leaves, values = values_of_tokens(lambda: run(1.0, rows=rows), tokens, width)
-            rest_leaves = run(0.0)
+        try:
+            with same_draws():
+                leaves, values = values_of_tokens(lambda: run(1.0, rows=rows), tokens, width)
+            with same_draws():
+                rest_leaves = run(0.0)
+        except Exception:  # The module is the user's: with probes, anything can come out of it.
+            return
         inputs = {None: self.x, **values}
         for index, leaf in enumerate(pytree.tree_leaves(self.seen.result)):
             if not self._is_per_token(leaf, width):
@@ -540,6 +569,8 @@ class _Trial:
                 for rest, top_k in itertools.product(
                     (*rests, "second run"), dict.fromkeys((most, count))
                 ):
+                    if self.draws and rest == "second run":
+                        continue  # It would draw twice as much.
                     routing = ProbedRouting(
                         probes, index, count, top_k, rest, value, self.channels_first
                     )

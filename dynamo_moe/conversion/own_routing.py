@@ -71,6 +71,8 @@ class OwnRouting:
         channels_first: Whether the forward takes images ``[B, D, ...]``.
         scale: A number that the weights are multiplied by.
         null_experts: Whether ids of E and more mean no expert.
+        tokens: What the experts take, if not the layer's tokens: a value that the forward computes.
+        residual: Whether the layer's tokens are added to the experts' sum.
     """
 
     form: Form
@@ -81,6 +83,8 @@ class OwnRouting:
     channels_first: bool = False
     scale: float = 1.0
     null_experts: bool = False
+    tokens: Value | None = None
+    residual: bool = False
 
     def __call__(
         self, module: nn.Module, x: Tensor, others: Mapping[str, Any] | None = None
@@ -97,7 +101,8 @@ class OwnRouting:
         """
         tokens = math.prod(x.shape[:-1])  # Size.numel() would be an int while traced.
         image = x.movedim(-1, 1) if self.channels_first else x
-        wanted = list(dict.fromkeys((*self.values, *self.outputs)))
+        tokens_of = () if self.tokens is None else (self.tokens,)
+        wanted = list(dict.fromkeys((*self.values, *self.outputs, *tokens_of)))
         if torch.compiler.is_dynamo_compiling():
             run = _values_of if torch.compiler.is_exporting() else _values_by_running
             computed = run(module, image, others or {}, wanted)
@@ -109,7 +114,9 @@ class OwnRouting:
             weights_TK = weights_TK.to(torch.promote_types(x.dtype, torch.float32))
         if self.scale != 1.0:
             weights_TK = weights_TK * self.scale
-        return Routed(ids_TK, weights_TK, [computed[value] for value in self.outputs])
+        outputs = [computed[value] for value in self.outputs]
+        experts_tokens = None if self.tokens is None else computed[self.tokens].reshape(x.shape)
+        return Routed(ids_TK, weights_TK, outputs, experts_tokens, x if self.residual else None)
 
     def choices(self, values: Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
         """Returns ids and weights ``[T, K]``, not scaled, from the values."""
