@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias, get_args
@@ -31,8 +31,8 @@ from dynamo_moe.conversion.find_own_routing import (
     find_routings,
     solve_weights,
     values_ahead_of_experts,
-    values_of_tokens,
 )
+from dynamo_moe.conversion.find_probed_routing import ProbedTrial
 from dynamo_moe.conversion.identify_experts import identify_experts
 from dynamo_moe.conversion.layer_spec import (
     LayerSpec,
@@ -60,7 +60,7 @@ from dynamo_moe.conversion.own_routing import (
     dense_weights,
     line_that_decides,
 )
-from dynamo_moe.conversion.probed_routing import Probe, ProbedRouting, Rest, probed_results
+from dynamo_moe.conversion.probed_routing import ProbedRouting
 from dynamo_moe.conversion.routing import (
     GateRouting,
     LinearRouter,
@@ -473,7 +473,7 @@ class _Trial:
             values = values_ahead_of_experts(run, image, parameters)
         rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
         outputs = self._returned_values(values)
-        is_sum, specs = False, []
+        is_sum, specs = False, list[LayerSpec]()
         width = self.x.shape[-1]
         normed = [v for v, t in values.items() if self._is_per_token(t, width)]
         # Experts of the layer's tokens, else of others that it computes, as a block with its norm.
@@ -511,85 +511,45 @@ class _Trial:
         return specs
 
     def specs_of_probes(self) -> list[LayerSpec]:
-        """Returns the records that give the layer's numbers by what its forward does to its experts.
+        """Returns the records that give the layer's numbers by what it does to its experts.
 
         Raises:
             ValueError: If its result is no sum of its experts' results and of what is without them.
         """
-        specs = [spec for experts in self.candidates for spec in self._specs_of_probes(experts)]
+        # It may run twice, and half precision would round what the probes return.
+        runs_alike = not (self.seen.casts_to_half or self.seen.changed_buffers or self.changing)
+        specs = [
+            self._spec_of_probes(experts, routing)
+            for experts in self.candidates
+            if runs_alike
+            for routing in ProbedTrial(
+                self.module,
+                experts,
+                self.x,
+                self.others,
+                pytree.tree_leaves(self.seen.result),
+                functools.partial(self._each_expert, experts),
+                self.channels_first,
+                self.draws,
+            ).routings(self.hidden)
+        ]
         if not specs:
             raise ValueError("its result is not a weighted sum of its experts' results")
         return specs
 
-    def _specs_of_probes(self, experts: ExpertsSpec) -> Iterator[LayerSpec]:
-        width, count = self.x.shape[-1], self.num_experts
-        probes = _probes(experts, self.hidden)
-        if not probes or experts.width != width or count > width:
-            return
-        # It may run twice, and half precision would round what the probes return.
-        if self.seen.casts_to_half or self.seen.changed_buffers or self.changing:
-            return
-        tokens = self.x.shape[:-1].numel()
-        others = self.others.of_size(self.x)
-        image = self.x.movedim(-1, 1) if self.channels_first else self.x
-        run = functools.partial(probed_results, self.module, image, others, probes)
-        rows: list[Tensor] = []
-        try:
-            with same_draws():
-                leaves, values = values_of_tokens(lambda: run(1.0, rows=rows), tokens, width)
-            with same_draws():
-                rest_leaves = run(0.0)
-        except Exception:  # The module is the user's: with probes, anything can come out of it.
-            return
-        inputs = {None: self.x, **values}
-        for index, leaf in enumerate(pytree.tree_leaves(self.seen.result)):
-            if not self._is_per_token(leaf, width):
-                continue
-            result_TD, unit_TD, rest_TD = (
-                self._as_tokens(tensor).reshape(-1, width).double()
-                for tensor in (leaf, leaves[index], rest_leaves[index])
-            )
-            weights_TE = (unit_TD - rest_TD)[:, :count]
-            if not weights_TE.any():
-                continue
-            for value, tensor in inputs.items():
-                if not _are_rows_of(rows, tensor):
-                    continue
-                y_TED = self._each_expert(experts, tensor.reshape(-1, width))
-                summed_TD = torch.einsum("te,ted->td", weights_TE, y_TED) + rest_TD
-                if relative_error(summed_TD, result_TD) > _TOLERANCE:
-                    continue
-                most = int((weights_TE != 0).sum(dim=1).max())
-                rests: list[Rest] = [] if rest_TD.any() else ["nothing"]
-                rests += [
-                    known or "tokens"
-                    for known, other in inputs.items()
-                    if torch.equal(other.reshape(-1, width).double(), rest_TD)
-                ]
-                for rest, top_k in itertools.product(
-                    (*rests, "second run"), dict.fromkeys((most, count))
-                ):
-                    if self.draws and rest == "second run":
-                        continue  # It would draw twice as much.
-                    routing = ProbedRouting(
-                        probes, index, count, top_k, rest, value, self.channels_first
-                    )
-                    yield self._spec_of_probes(index, experts, routing)
-
-    def _spec_of_probes(
-        self, index: int, experts: ExpertsSpec, routing: ProbedRouting
-    ) -> LayerSpec:
+    def _spec_of_probes(self, experts: ExpertsSpec, routing: ProbedRouting) -> LayerSpec:
+        """Returns the record of a routing; raises ValueError if it cannot return the same."""
         leaves, structure = pytree.tree_flatten(self.seen.result)
 
         def returned(number: int, leaf: Any) -> ReturnValue:
-            if number == index:
+            if number == routing.result:
                 return ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
             if not isinstance(leaf, Tensor):
                 return ReturnValue("constant", leaf)
             is_loss = leaf.ndim == 0 and leaf.is_floating_point()
             return ReturnValue("zero") if is_loss else ReturnValue("own", number)
 
-        if vars(leaves[index]):
+        if vars(leaves[routing.result]):
             raise ValueError("it sets attributes on its result")
         return LayerSpec(
             arguments=_arguments(self.module),
@@ -602,11 +562,6 @@ class _Trial:
             channels_first=self.channels_first,
             others=self.others.form,
         )
-
-    def _as_tokens(self, value: Tensor) -> Tensor:
-        """Returns a result of the layer's own forward with the tokens' width in its last dimension."""
-        is_image = self.channels_first and value.ndim == self.x.ndim
-        return value.movedim(1, -1) if is_image and value.shape != self.x.shape else value
 
     def _returned_values(self, values: dict[Value, Tensor]) -> tuple[Value, ...]:
         """Returns the values of a forward that it also returns."""
@@ -680,11 +635,13 @@ class _Trial:
 
     # --- Routing ---
 
-    def _routings(self) -> list[tuple[Routing, Routed]]:
+    def _routings(self) -> list[tuple[TopKRouting | GateRouting, Routed]]:
         """Returns the routings to try, with their results; those with the same result, once."""
-        distinct: list[tuple[Routing, Routed]] = []
+        distinct: list[tuple[TopKRouting | GateRouting, Routed]] = []
         known: list[Tensor] = []
-        for routing in (*self._gate_routings(), *self._top_k_routings()):
+        candidates: Iterator[TopKRouting | GateRouting]
+        candidates = itertools.chain(self._gate_routings(), self._top_k_routings())
+        for routing in candidates:
             try:
                 routed = routing(self.module, self.x)
                 dense_TE = dense_weights(routed.ids, routed.weights, self.num_experts)
@@ -697,7 +654,7 @@ class _Trial:
                 distinct.append((routing, routed))
         return distinct
 
-    def _gate_routings(self) -> Iterator[Routing]:
+    def _gate_routings(self) -> Iterator[GateRouting]:
         """Yields routings by gates that return the experts and their weights."""
         for call, outputs in self.seen.calls:
             tensors = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor)]
@@ -707,7 +664,7 @@ class _Trial:
                     for weighting in get_args(Weighting):
                         yield GateRouting(call, ids, weights, weighting)
 
-    def _top_k_routings(self) -> Iterator[Routing]:
+    def _top_k_routings(self) -> Iterator[TopKRouting]:
         """Yields routings by the largest of E scores."""
         count = self.num_experts
         integers = {number for number in self.numbers if type(number) is int}
@@ -745,7 +702,7 @@ class _Trial:
     # --- Experts behind each routing ---
 
     def _results(
-        self, routings: list[tuple[Routing, Routed]]
+        self, routings: list[tuple[TopKRouting | GateRouting, Routed]]
     ) -> Iterator[tuple[ExpertsSpec, Tensor]]:
         """Yields candidates for the experts, with the result for each routing ``[R, T, D]``."""
         x_TD = self.x.reshape(-1, self.x.shape[-1])
@@ -766,7 +723,7 @@ class _Trial:
         return [experts for experts in self.candidates if experts.width == self.x.shape[-1]]
 
     def _each_expert(self, experts: ExpertsSpec, x_TD: Tensor | None = None) -> Tensor:
-        """Returns every expert's result for every token ``[T, E, D]``: for the layer's, or others."""
+        """Returns every expert's result ``[T, E, D]`` for every token, the layer's or others."""
         if x_TD is None:
             x_TD = self.x.reshape(-1, self.x.shape[-1])
         count = self.num_experts
@@ -847,40 +804,6 @@ class _Trial:
         raise ValueError(
             f"it returns a tensor {list(value.shape)} that is neither its result nor its routing"
         )
-
-
-def _probes(experts: ExpertsSpec, hidden: Collection[str]) -> tuple[Probe, ...]:
-    """Returns the probes in place of experts that are modules, or lists of linear layers.
-
-    Args:
-        experts: The experts.
-        hidden: The paths of the modules that are experts, or an expert's linear layers; of a list
-            of experts, that of the list.
-    """
-
-    def module_of(name: str) -> str:
-        parts = name.split(".")
-        paths = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
-        return next((p for p in paths if p in hidden or p.rpartition(".")[0] in hidden), "")
-
-    width = experts.width
-    last = [module_of(name) for name in experts.w2[0].names]
-    if len(last) != experts.num_experts or len({*last}) != len(last) or "" in last:
-        return ()
-    probes = [Probe(path, expert, width) for expert, path in enumerate(last)]
-    for stack in experts.w1:
-        paths = {module_of(name) for name in stack.names}
-        probes += [Probe(path, None, stack.sizes[0]) for path in sorted(paths - {*last})]
-    return tuple(probes)
-
-
-def _are_rows_of(rows: list[Tensor], tokens: Tensor) -> bool:
-    """Whether all rows that experts get are tokens' rows, or zeros."""
-    tokens_TD = tokens.reshape(-1, tokens.shape[-1])
-    given = [row.reshape(-1, row.shape[-1]) for row in rows if row.shape[-1:] == tokens.shape[-1:]]
-    rows_RD = torch.cat(given) if given else tokens_TD[:0]
-    known_R = (rows_RD[:, None] == tokens_TD).all(dim=-1).any(dim=-1) | (rows_RD == 0).all(dim=-1)
-    return bool(known_R.all())
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -278,7 +278,7 @@ class _LeaveAtDecision(TorchFunctionMode):
 
 
 def line_that_decides(
-    routing: OwnRouting, module: nn.Module, x: Tensor, others: Mapping[str, Any]
+    routing: Callable[..., Routed], module: nn.Module, x: Tensor, others: Mapping[str, Any]
 ) -> str | None:
     """Returns the line where a forward decides by a tensor's values how it routes, if it does.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -33,22 +34,38 @@ _UNIT = 2.0**32
 
 
 Rest: TypeAlias = Literal["nothing", "tokens", "second run"] | Value
-"""What is added to the experts' sum: nothing, the layer's tokens, a value that the forward computes,
-or something that only a second run shows, with probes that return zeros."""
+"""What is added to the experts' sum: nothing, the layer's tokens, a value that the forward
+computes, or something that only a second run shows, with probes that return zeros."""
 
 
 class Probe(NamedTuple):
-    """What stands in for an expert, or for a linear layer of one.
+    """What stands in for an expert, for a linear layer of one, or for a module of all experts.
 
     Attributes:
         path: The module that it stands for.
-        expert: The expert's number, or None: it gives zeros, as what follows it is a probe.
+        expert: The expert's number, or None.
         width: How many numbers it gives for a row.
+        axes: The dimensions of the rows that count the experts, of a module of all of them. Empty
+            without an expert: it gives zeros, as what follows it is a probe.
     """
 
     path: str
     expert: int | None
     width: int
+    axes: tuple[int, ...] = ()
+
+    def vectors(self, rows: Tensor, unit: float) -> Tensor:
+        """Returns what it gives for rows ``[..., D]``."""
+        # It may be changed in place, so each row is in memory of its own.
+        shape = (*rows.shape[:-1], self.width)
+        if self.expert is None and not self.axes:
+            return rows.new_zeros(shape)
+        counted = [rows.shape[axis] if axis in self.axes else 1 for axis in range(rows.ndim)]
+        experts = torch.arange(math.prod(counted), device=rows.device).view(counted)
+        if self.expert is not None:
+            experts = experts + self.expert
+        is_expert = experts == torch.arange(self.width, device=rows.device)
+        return (is_expert.to(rows.dtype) * unit).expand(shape).clone()
 
 
 @dataclass(frozen=True)
@@ -152,24 +169,18 @@ def probed_results(
     return pytree.tree_leaves(forward(x, **others))
 
 
-def _stand_in(
-    expert: nn.Module, probe: Probe, unit: float, rows: list[Tensor] | None
-) -> nn.Module:
+def _stand_in(expert: nn.Module, probe: Probe, unit: float, rows: list[Tensor] | None) -> nn.Module:
     """Returns a module with the attributes of an expert that gives the probe's vector instead."""
 
     def answer(*args: Any, **kwargs: Any) -> Tensor:
         x: Tensor = next(iter((*args, *kwargs.values())))
         if rows is not None:
             rows.append(x)
-        # It may be changed in place, so each row is in memory of its own.
-        shape = (*x.shape[:-1], probe.width)
-        if probe.expert is None:
-            return x.new_zeros(shape)
-        numbers_D = torch.arange(probe.width, device=x.device)
-        return ((numbers_D == probe.expert).to(x.dtype) * unit).expand(shape).clone()
+        return probe.vectors(x, unit)
 
     twin = copy.copy(expert)
-    twin.__class__ = _stand_in_class(type(expert))
+    original: Any = type(expert)
+    twin.__class__ = _stand_in_class(original)
     vars(twin)["_dynamo_moe_answer"] = answer
     return twin
 
@@ -180,7 +191,9 @@ def _stand_in_class(original: Any) -> type[nn.Module]:
         return module._dynamo_moe_answer(*args, **kwargs)
 
     # Hooks, which are the user's, do not see a probe: a call is its forward.
-    return type(f"Probed{original.__name__}", (original,), {"forward": answered, "__call__": answered})
+    return type(
+        f"Probed{original.__name__}", (original,), {"forward": answered, "__call__": answered}
+    )
 
 
 def _results(
@@ -194,6 +207,6 @@ def _results(
 
 
 # Where torch.compile would read the forward, it runs, as in own_routing.
-_results_by_running: Callable[..., tuple[list[Any], dict[Value, Tensor]]] = (
-    torch.compiler.disable(_results)
+_results_by_running: Callable[..., tuple[list[Any], dict[Value, Tensor]]] = torch.compiler.disable(
+    _results
 )
