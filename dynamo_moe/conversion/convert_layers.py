@@ -249,10 +249,13 @@ def _identify_and_prove(
         except ValueError as refusal:
             reasons.append(refusal)
             continue
+        except Exception as failure:  # The module is the user's: anything can come out of it.
+            reasons.append(ValueError(f"{type(failure).__name__}: {failure}"))
+            continue
         for identified in candidates:
             try:
                 return _prove(module, tried, identified)
-            except ValueError as refusal:
+            except Exception as refusal:  # Its code runs where it has not run before.
                 reasons.append(IsMixtureError(str(refusal)))
     # The first that shows that it is a mixture, unless it only lacks a known router.
     raise min(

@@ -140,6 +140,12 @@ def solve_weights(y_TED: Tensor, expected_TD: Tensor) -> Tensor | None:
     return weights_TE1.squeeze(-1) if error <= _TOLERANCE * expected_TD1.norm() else None
 
 
+def are_constant(weights_TE: Tensor) -> bool:
+    """Whether all tokens have the same weights, as of adapters of which one is on: no choice."""
+    tolerance = _TOLERANCE * float(weights_TE.abs().max())
+    return bool(((weights_TE - weights_TE[:1]).abs() <= tolerance).all())
+
+
 def find_routings(
     values: Mapping[Value, Tensor], weights_TE: Tensor, *, channels_first: bool
 ) -> Iterator[OwnRouting]:

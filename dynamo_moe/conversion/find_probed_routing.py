@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynamo_moe.conversion.comparison import TOLERANCE, relative_error
 from dynamo_moe.conversion.expert_weights import ExpertsSpec
-from dynamo_moe.conversion.find_own_routing import values_of_tokens
+from dynamo_moe.conversion.find_own_routing import are_constant, values_of_tokens
 from dynamo_moe.conversion.observation import random_tokens, same_draws
 from dynamo_moe.conversion.other_arguments import OtherArguments
 from dynamo_moe.conversion.own_routing import Value
@@ -97,6 +97,8 @@ class ProbedTrial:
             )
             weights_TE = unit_TD.double() - rest_TD.double()
             weights_TE = weights_TE[:, : self.experts.num_experts]
+            if are_constant(weights_TE):
+                continue
             for value in self._tokens_of_experts(inputs, rows, weights_TE, expected_TD - rest_TD):
                 base = ProbedRouting(probes, number, self.experts.num_experts, 1, "nothing", value)
                 base = replace(base, channels_first=self.channels_first)
@@ -110,7 +112,7 @@ class ProbedTrial:
         expected_TD: Tensor,
     ) -> Iterator[Value | None]:
         """Yields the tokens with which the experts' results add up to the layer's."""
-        for value, tokens_TD in inputs.items() if weights_TE.any() else ():
+        for value, tokens_TD in inputs.items():
             if _are_rows_of(rows, tokens_TD):
                 y_TED = self.each_expert(tokens_TD)
                 summed_TD = torch.einsum("te,ted->td", weights_TE, y_TED)

@@ -28,6 +28,7 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion.comparison import relative_error, relative_errors
 from dynamo_moe.conversion.expert_weights import ExpertsSpec
 from dynamo_moe.conversion.find_own_routing import (
+    are_constant,
     find_routings,
     solve_weights,
     values_ahead_of_experts,
@@ -452,6 +453,11 @@ class _Trial:
                     return self._spec(part, experts, replace(routing, scale=scale), routed)
         raise NoKnownRouterError(self._unknown())
 
+    def _not_a_sum(self) -> ValueError:
+        if len(self.candidates) == 1:  # Its experts are known, then.
+            return ValueError("its result is not a weighted sum of its experts' results")
+        return NoKnownRouterError(self._unknown())
+
     def _unknown(self) -> str:
         return f"no known way to choose among its {self.num_experts} experts gives its numbers"
 
@@ -488,7 +494,7 @@ class _Trial:
                 weights_TE = solve_weights(y_TED, part.expected_TD - rest_TD)
                 if weights_TE is None:
                     continue
-                is_sum = True
+                is_sum |= not are_constant(weights_TE)
                 for scale in dict.fromkeys((1.0, *self.numbers, *rates)):
                     for routing in find_routings(
                         values, weights_TE / scale, channels_first=self.channels_first
@@ -505,9 +511,7 @@ class _Trial:
                     f"{self._unknown()}, and its own code does not compute their weights ahead of "
                     "them"
                 )
-            if len(self.candidates) == 1:  # Its experts are known, then.
-                raise ValueError("its result is not a weighted sum of its experts' results")
-            raise NoKnownRouterError(self._unknown())
+            raise self._not_a_sum()
         return specs
 
     def specs_of_probes(self) -> list[LayerSpec]:
@@ -534,7 +538,7 @@ class _Trial:
             ).routings(self.hidden)
         ]
         if not specs:
-            raise ValueError("its result is not a weighted sum of its experts' results")
+            raise self._not_a_sum()
         return specs
 
     def _spec_of_probes(self, experts: ExpertsSpec, routing: ProbedRouting) -> LayerSpec:

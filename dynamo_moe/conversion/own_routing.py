@@ -38,7 +38,8 @@ Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 
 
 Kind: TypeAlias = tuple[tuple[torch.dtype, bool], ...]
-"""Of each tensor that a call returns, its dtype and whether it is a scalar."""
+"""Of each tensor that a call returns, its dtype and whether it is a scalar; all floating dtypes are
+float32, as a layer may be cast."""
 
 
 class Value(NamedTuple):
@@ -248,7 +249,12 @@ def tensors_of(result: Any) -> list[Tensor]:
 
 def kind_of(tensors: Sequence[Tensor]) -> Kind:
     """Returns what tells a call's results from those of other calls of the function."""
-    return tuple([(tensor.dtype, tensor.ndim == 0) for tensor in tensors])
+    return tuple(
+        [
+            (torch.float32 if tensor.is_floating_point() else tensor.dtype, tensor.ndim == 0)
+            for tensor in tensors
+        ]
+    )
 
 
 def _values_of(
