@@ -200,8 +200,11 @@ def _results(
     routing: ProbedRouting, module: nn.Module, x: Tensor, others: Mapping[str, Any], unit: float
 ) -> tuple[list[Any], dict[Value, Tensor]]:
     """Returns what a forward returns with probes, and the values of it that are needed."""
-    needed = (routing.tokens, routing.rest if isinstance(routing.rest, Value) else None)
-    with ValuesSeen([value for value in dict.fromkeys(needed) if value is not None]) as seen:
+    candidates = (routing.tokens, routing.rest if isinstance(routing.rest, Value) else None)
+    needed = [value for value in dict.fromkeys(candidates) if value is not None]
+    if not needed:  # A trace takes less through a mode.
+        return probed_results(module, x, others, routing.probes, unit), {}
+    with ValuesSeen(needed) as seen:
         leaves = probed_results(module, x, others, routing.probes, unit)
     return leaves, seen.values()
 

@@ -130,7 +130,7 @@ class ConstantExpert(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.constant = nn.Parameter(torch.empty(width))
+        self.constant = nn.Parameter(torch.randn(width))
         self.wg = nn.Linear(width, 2, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
