@@ -43,10 +43,12 @@ LEFT = {
     "left-deep": "an expert computes nothing",
     "left-normed": "an expert computes nothing",
 }
-# The MoE module itself returns a custom object; the module around it returns a tensor. Where only
+# The MoE module itself returns a custom object; the module around it returns a tensor. One routes
+# what its router, beside it, gives it, and is the layer by itself. Where only
 # the experts and the router have numbers of experts, these are named.
 PATHS = {
     "llama-moe": ("layers.0.mlp", "layers.1.mlp"),
+    "megablocks-moe-capacity": ("layers.0.ffn.experts", "layers.1.ffn.experts"),
     "longcat-flash-stacked": tuple(
         f"layers.{layer}.mlp.{part}" for layer in range(2) for part in ("experts", "router")
     ),
