@@ -236,8 +236,9 @@ def of_matrices(moe: nn.Module) -> list[list[Tensor]]:
 
 
 def routed_stacks(moe: nn.Module) -> list[list[Tensor]]:
-    stacks, count = moe.experts.parameters(), moe.experts.num_routed_experts
-    return [list(each) for each in zip(*(stack[:count] for stack in stacks), strict=True)]
+    stacks = [*moe.experts.parameters()]
+    count = moe.experts.num_routed_experts
+    return [[stack[index] for stack in stacks] for index in range(count)]
 
 
 LONGCAT = "src/transformers/models/longcat_flash/modular_longcat_flash.py"
