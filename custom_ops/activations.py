@@ -26,6 +26,7 @@ _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": torch.nn.functional.hardswish,
     "elu": torch.nn.functional.elu,
     "leaky_relu": torch.nn.functional.leaky_relu,
+    "identity": torch.clone,  # Callers change the result in place.
 }
 
 _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -40,6 +41,7 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hardswish": _aten.hardswish_backward,
     "elu": lambda dh, z: _aten.elu_backward(dh, 1, 1, 1, False, z),
     "leaky_relu": lambda dh, z: _aten.leaky_relu_backward(dh, z, 0.01, False),
+    "identity": lambda dh, z: dh,
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypedDict, TypeVar
 # A name's place is its code in a bundle: a new one comes last.
 ACTIVATIONS = (
     "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu", "quick_gelu",
-    "tanh", "mish", "hardswish", "elu", "leaky_relu",
+    "tanh", "mish", "hardswish", "elu", "leaky_relu", "identity",
 )  # fmt: skip
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 GROUP_SCORINGS = ("none", "max", "top2_sum")

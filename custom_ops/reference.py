@@ -181,6 +181,8 @@ def _pointwise(z: Tensor, activation: str) -> Tensor:
         return z * (z / 6 + 0.5).clamp(0, 1)
     if activation == "elu":
         return torch.where(z > 0, z, torch.expm1(z.clamp(max=0)))
+    if activation == "identity":
+        return z
     if activation == "leaky_relu":
         return torch.where(z > 0, z, 0.01 * z)
     return torch.relu(z) ** (2 if activation == "relu2" else 1)

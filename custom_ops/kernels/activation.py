@@ -117,6 +117,8 @@ def pointwise(z, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
         h = tl.where(z > 0, z, _expm1(tl.where(z > 0, 0.0, z)))
     elif ACTIVATION == "leaky_relu":
         h = tl.where(z < 0, 0.01 * z, z)
+    elif ACTIVATION == "identity":
+        h = z
     else:
         tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
         h = tl.where(z < 0, 0.0, z)

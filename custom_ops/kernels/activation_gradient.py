@@ -71,6 +71,8 @@ def _pointwise(z, ACTIVATION: tl.constexpr):
             slope = tl.where(z <= -3, 0.0, tl.where(z < 3, z * (1 / 3) + 0.5, 1.0))
         elif ACTIVATION == "elu":
             slope = tl.exp(tl.where(z > 0, 0.0, z))
+        elif ACTIVATION == "identity":
+            slope = tl.full(z.shape, 1.0, tl.float32)
         else:
             tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "leaky_relu")
             slope = tl.where(z <= 0, 0.01 if ACTIVATION == "leaky_relu" else 0.0, 1.0)

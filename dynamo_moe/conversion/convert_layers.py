@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from dynamo_moe.conversion.identify_layer import (
     NoKnownRouterError,
     NotRoutedError,
     TakesNoTokensError,
+    Way,
     drops_tokens,
     identify_layer,
     side_effects,
@@ -242,16 +243,19 @@ def _identify_and_prove(
         ValueError: If none can; the reason why that of a known router cannot.
     """
     reasons: list[ValueError] = []
-    for own_code in (False, True):
+    for way in get_args(Way):
         try:
-            candidates = identify_layer(tried, experts, others, own_code=own_code)
+            candidates = identify_layer(tried, experts, others, way)
         except ValueError as refusal:
             reasons.append(refusal)
+            continue
+        except Exception as failure:  # The module is the user's: anything can come out of it.
+            reasons.append(ValueError(f"{type(failure).__name__}: {failure}"))
             continue
         for identified in candidates:
             try:
                 return _prove(module, tried, identified)
-            except ValueError as refusal:
+            except Exception as refusal:  # Its code runs where it has not run before.
                 reasons.append(IsMixtureError(str(refusal)))
     # The first that shows that it is a mixture, unless it only lacks a known router.
     raise min(

@@ -106,6 +106,23 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def values_of_tokens(
+    run: Callable[[], Any], tokens: int, width: int
+) -> tuple[Any, dict[Value, Tensor]]:
+    """Returns what a forward returns, and the floating values ``[..., D]`` of as many tokens."""
+    recorded = _UntilExperts(set())
+    with torch.no_grad(), recorded:
+        result = run()
+    found = {
+        value: tensor
+        for value, tensor in recorded.values.items()
+        if tensor.is_floating_point()
+        and tensor.shape[-1:] == (width,)
+        and tensor.numel() == tokens * width
+    }
+    return result, found
+
+
 # --- The weights among them ---
 
 
@@ -121,6 +138,12 @@ def solve_weights(y_TED: Tensor, expected_TD: Tensor) -> Tensor | None:
     weights_TE1 = torch.linalg.lstsq(columns_TDE, expected_TD1).solution
     error = (columns_TDE @ weights_TE1 - expected_TD1).norm()
     return weights_TE1.squeeze(-1) if error <= _TOLERANCE * expected_TD1.norm() else None
+
+
+def are_constant(weights_TE: Tensor) -> bool:
+    """Whether all tokens have the same weights, as of adapters of which one is on: no choice."""
+    tolerance = _TOLERANCE * float(weights_TE.abs().max())
+    return bool(((weights_TE - weights_TE[:1]).abs() <= tolerance).all())
 
 
 def find_routings(

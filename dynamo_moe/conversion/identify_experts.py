@@ -35,7 +35,10 @@ from dynamo_moe.private.pytorch import has_forward_hooks
 # names.
 _CLAMP_NUMBERS = {ExpertOptions.alpha, ExpertOptions.limit}
 # Why experts of low rank are none that the operators compute.
-LORAS = "a mixture of LoRAs: products of low rank, added to those of a layer, have no activation"
+LORAS = (
+    "a mixture of LoRAs that are not two lists of linear layers of one rank, from and to its "
+    "tokens' width"
+)
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
 # RMS of the activation's input, for each of an expert's tokens: clamps show with large ones.
 _SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
@@ -56,8 +59,6 @@ def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[Experts
     """
     if not experts.stacks:
         return _identify_list(module, experts.path)
-    if all(is_lora(names[0]) for names in experts.stacks):
-        raise ValueError(LORAS)
     candidates = _identify_stacks(module, experts)
     if not candidates:
         names = ", ".join(names[0] for names in experts.stacks)
@@ -77,7 +78,7 @@ def is_lora(name: str) -> bool:
 
 
 def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
-    children = list_members(module.get_submodule(path))
+    children = _most_alike(list_members(module.get_submodule(path)))
     first = next(iter(children.values()))
     parameters = dict(first.named_parameters())
     stacks = _stacks_of_one(parameters)
@@ -114,6 +115,19 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
             LORAS if is_product else "an expert computes nothing that torch.ops.moe computes"
         )
     return unknown
+
+
+def _most_alike(children: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
+    """Returns the experts with the same parameters, if most of them have these, else all.
+
+    The others, such as ones that give zeros or the token, stay what the layer's own code runs.
+    """
+    kinds: dict[Any, dict[str, nn.Module]] = {}
+    for name, child in children.items():
+        layout = tuple((path, tuple(p.shape)) for path, p in child.named_parameters())
+        kinds.setdefault(layout, {})[name] = child
+    largest = max(kinds.values(), key=len)
+    return largest if 2 * len(largest) > len(children) else children
 
 
 def _stacks_of_one(parameters: Mapping[str, Tensor]) -> list[ParameterStack]:

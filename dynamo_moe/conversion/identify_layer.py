@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion.comparison import relative_error, relative_errors
 from dynamo_moe.conversion.expert_weights import ExpertsSpec
 from dynamo_moe.conversion.find_own_routing import (
+    are_constant,
     find_routings,
     solve_weights,
     values_ahead_of_experts,
 )
+from dynamo_moe.conversion.find_probed_routing import ProbedTrial
 from dynamo_moe.conversion.identify_experts import identify_experts
 from dynamo_moe.conversion.layer_spec import (
     LayerSpec,
@@ -49,6 +51,7 @@ from dynamo_moe.conversion.observation import (
     preserving_state,
     random_tokens,
     random_weights,
+    same_draws,
     using_tensors,
 )
 from dynamo_moe.conversion.other_arguments import OtherArguments, is_plain
@@ -58,6 +61,7 @@ from dynamo_moe.conversion.own_routing import (
     dense_weights,
     line_that_decides,
 )
+from dynamo_moe.conversion.probed_routing import ProbedRouting
 from dynamo_moe.conversion.routing import (
     GateRouting,
     LinearRouter,
@@ -67,7 +71,6 @@ from dynamo_moe.conversion.routing import (
     TopKRouting,
     Weighting,
 )
-from dynamo_moe.process_state import exclusive
 
 # Relative to the RMS of the result. Another routing or activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
@@ -92,6 +95,11 @@ _SCORINGS: tuple[tuple[Scoring, Weighting], ...] = (
     ("none", "sum"),
     ("softmax", "softmax"),
 )
+
+
+Way: TypeAlias = Literal["router", "code", "probes"]
+"""How a layer chooses its experts: by a known router, as its own code computes ahead of them, or as
+its own code applies, with probes in their place."""
 
 
 class NotRoutedError(ValueError):
@@ -120,6 +128,7 @@ class IdentifiedLayer:
         leading: The leading dimensions of the tokens.
         others: What else its forward gets.
         changing: The parameters that its forward changes.
+        draws: Whether its forward draws random numbers, in evaluation mode too.
     """
 
     spec: LayerSpec
@@ -127,6 +136,7 @@ class IdentifiedLayer:
     leading: tuple[int, ...]
     others: OtherArguments
     changing: tuple[str, ...] = ()
+    draws: bool = False
 
     def example(self, module: nn.Module) -> Tensor:
         """Returns tokens of the shape that it was found with, in the dtype of the layer."""
@@ -153,18 +163,24 @@ class IdentifiedLayer:
     def _restoring(
         self, module: nn.Module, run: Callable[[Tensor], Any]
     ) -> Callable[[Tensor], Any]:
-        """Returns a function that leaves the parameters as they were."""
+        """Returns a function that leaves the parameters as they were, and draws the same each time.
+
+        Its result then tells how much was drawn.
+        """
 
         def restored(x: Tensor) -> Any:
             changing = {name: attrgetter(name)(module) for name in self.changing}
             with keeping_parameters(changing):
-                return run(x)
+                if not self.draws:
+                    return run(x)
+                with same_draws():
+                    return run(x), torch.get_rng_state()
 
-        return restored if self.changing else run
+        return restored if self.changing or self.draws else run
 
 
 def identify_layer(
-    module: nn.Module, experts: LocatedExperts, others: OtherArguments, *, own_code: bool = False
+    module: nn.Module, experts: LocatedExperts, others: OtherArguments, way: Way
 ) -> list[IdentifiedLayer]:
     """Returns the records that give a layer's numbers in evaluation mode, in at least float32.
 
@@ -172,8 +188,7 @@ def identify_layer(
         module: The layer.
         experts: Its experts, by their path in it.
         others: What its forward gets beside tokens.
-        own_code: Whether the layer's own code chooses the experts, instead of a known router, of
-            which there is one at most.
+        way: How it chooses its experts; there is one record of a known router at most.
 
     Raises:
         NotRoutedError: If it does not route, as far as can be seen.
@@ -181,7 +196,7 @@ def identify_layer(
     """
     candidates = identify_experts(module, experts)
     # Experts hold neither gates nor shared experts.
-    hidden = [module.get_submodule(path) for path in _paths_of_experts(experts)]
+    hidden = {path: module.get_submodule(path) for path in _paths_of_experts(experts)}
     weights = random_weights(module, _names_to_keep(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
@@ -190,14 +205,16 @@ def identify_layer(
         for width in dict.fromkeys(candidate.width for candidate in candidates):
             try:
                 trial = _observe(module, candidates, hidden, width, others)
+                if trial.draws and way == "router":
+                    raise ValueError("it gives other numbers each time, in evaluation mode too")
             except NotRoutedError as failure:
                 failures.append(failure)
                 continue
             try:
-                specs = trial.specs_of_own_code() if own_code else [trial.spec()]
+                specs = trial.specs(way)
                 leading = tuple(trial.x.shape[:-1])
                 return [
-                    IdentifiedLayer(spec, weights, leading, others, trial.changing)
+                    IdentifiedLayer(spec, weights, leading, others, trial.changing, trial.draws)
                     for spec in specs
                 ]
             except ValueError as refusal:
@@ -224,11 +241,13 @@ def side_effects(
     notes = [f"{name} is no longer updated" for name in changed]
     if seen.casts_to_half:
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
-    if isinstance(spec.routing, OwnRouting):
+    if isinstance(spec.routing, (OwnRouting, ProbedRouting)):
         with preserving_state(module), using_tensors(module, identified.weights):
             line = line_that_decides(spec.routing, module, x, identified.others.of_size(x))
         if line is not None:
             notes.append(f"its router decides by values at {line}, which an export may refuse")
+    if identified.draws:
+        notes.append("it draws random numbers in evaluation mode too, as a file of it does")
     if any(value.kind == "zero" for value in spec.return_values()):
         notes.append("the loss that it returns beside its result is 0")
     attributes: dict[str, dict[str, Any]] = {}
@@ -285,7 +304,7 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 def _observe(
     module: nn.Module,
     candidates: list[ExpertsSpec],
-    hidden: list[nn.Module],
+    hidden: dict[str, nn.Module],
     width: int,
     others: OtherArguments,
 ) -> _Trial:
@@ -293,7 +312,6 @@ def _observe(
 
     Raises:
         NotRoutedError: If it takes none.
-        ValueError: If it gives other numbers each time.
     """
     if missing := others.missing(module):
         raise TakesNoTokensError(
@@ -307,18 +325,19 @@ def _observe(
         x = random_tokens(*leading, width, like=_floating(module))
         run = on_tokens(on_any_device(module), others, channels_first=channels_first)
         try:
-            with keeping_parameters(beside) as changing:
-                seen = observe_forward(module, run, x, hidden)
+            with same_draws(), keeping_parameters(beside) as changing:
+                seen = observe_forward(module, run, x, hidden.values())
         except Exception as failure:  # The module is the user's: anything can come out of it.
             first_failure = first_failure or failure
             continue
-        with exclusive(), torch.random.fork_rng(()):
-            torch.default_generator.manual_seed(torch.initial_seed() + 1)
+        with same_draws():
+            torch.default_generator.manual_seed(1)
             with keeping_parameters(beside):
-                again = observe_forward(module, run, x, hidden)
-        if not _same(seen.result, again.result):
-            raise ValueError("it gives other numbers each time, in evaluation mode too")
-        return _Trial(module, candidates, hidden, x, others, seen, channels_first, tuple(changing))
+                again = observe_forward(module, run, x, hidden.values())
+        draws = not _same(seen.result, again.result)
+        return _Trial(
+            module, candidates, hidden, x, others, seen, channels_first, tuple(changing), draws
+        )
     first_line = str(first_failure).strip().split("\n")[0]
     raise TakesNoTokensError(
         f"it takes no tokens of its experts' width {width}: {first_line}"
@@ -371,12 +390,13 @@ class _Trial:
 
     module: nn.Module
     candidates: list[ExpertsSpec]
-    hidden: list[nn.Module]
+    hidden: dict[str, nn.Module]
     x: Tensor
     others: OtherArguments
     seen: ObservedForward
     channels_first: bool
     changing: tuple[str, ...]
+    draws: bool
 
     @property
     def num_experts(self) -> int:
@@ -391,10 +411,25 @@ class _Trial:
     @functools.cached_property
     def numbers(self) -> list[float]:
         """The positive numbers among the attributes of all modules that are not experts."""
-        inner = {part for submodule in self.hidden for part in submodule.modules()}
+        inner = {part for submodule in self.hidden.values() for part in submodule.modules()}
         parts = [part for part in self.module.modules() if part not in inner]
         values = [value for part in parts for value in vars(part).values()]
         return [value for value in values if type(value) in (int, float) and value > 0]
+
+    def specs(self, way: Way) -> list[LayerSpec]:
+        """Returns the records that give the layer's numbers.
+
+        Raises:
+            NotRoutedError: If the layer does not route, as far as can be seen.
+            ValueError: If there are none.
+        """
+        match way:
+            case "router":
+                return [self.spec()]
+            case "code":
+                return self.specs_of_own_code()
+            case "probes":
+                return self.specs_of_probes()
 
     def spec(self) -> LayerSpec:
         """Returns the first combination that gives the layer's numbers.
@@ -418,6 +453,11 @@ class _Trial:
                     return self._spec(part, experts, replace(routing, scale=scale), routed)
         raise NoKnownRouterError(self._unknown())
 
+    def _not_a_sum(self) -> ValueError:
+        if len(self.candidates) == 1:  # Its experts are known, then.
+            return ValueError("its result is not a weighted sum of its experts' results")
+        return NoKnownRouterError(self._unknown())
+
     def _unknown(self) -> str:
         return f"no known way to choose among its {self.num_experts} experts gives its numbers"
 
@@ -435,23 +475,35 @@ class _Trial:
         others = self.others.of_size(self.x)
         image = self.x.movedim(-1, 1) if self.channels_first else self.x
         run = functools.partial(self.module, **others)
-        values = values_ahead_of_experts(run, image, parameters)
+        with same_draws():
+            values = values_ahead_of_experts(run, image, parameters)
         rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
-        is_sum, specs = False, []
-        for experts in self._experts():
-            y_TED = self._each_expert(experts)
-            for part in parts:
-                weights_TE = solve_weights(y_TED, part.expected_TD)
+        outputs = self._returned_values(values)
+        is_sum, specs = False, list[LayerSpec]()
+        width = self.x.shape[-1]
+        normed = [v for v, t in values.items() if self._is_per_token(t, width)]
+        # Experts of the layer's tokens, else of others that it computes, as a block with its norm.
+        around = itertools.product((None, *normed), (False, True))
+        for tokens, residual in around:
+            if specs:
+                break
+            x = self.x if tokens is None else values[tokens]
+            rest_TD = self.x.reshape(-1, width) * residual
+            for experts, part in itertools.product(self._experts(), parts):
+                y_TED = self._each_expert(experts, x.reshape(-1, width))
+                weights_TE = solve_weights(y_TED, part.expected_TD - rest_TD)
                 if weights_TE is None:
                     continue
-                is_sum = True
+                is_sum |= not are_constant(weights_TE)
                 for scale in dict.fromkeys((1.0, *self.numbers, *rates)):
                     for routing in find_routings(
                         values, weights_TE / scale, channels_first=self.channels_first
                     ):
-                        outputs = self._returned_values(values)
-                        own = replace(routing, scale=scale, outputs=outputs)
-                        routed = own(self.module, self.x, others)
+                        own = replace(
+                            routing, scale=scale, outputs=outputs, tokens=tokens, residual=residual
+                        )
+                        with same_draws():
+                            routed = own(self.module, self.x, others)
                         specs.append(self._spec(part, experts, own, routed))
         if not specs:
             if is_sum:
@@ -459,10 +511,61 @@ class _Trial:
                     f"{self._unknown()}, and its own code does not compute their weights ahead of "
                     "them"
                 )
-            if len(self.candidates) == 1:  # Its experts are known, then.
-                raise ValueError("its result is not a weighted sum of its experts' results")
-            raise NoKnownRouterError(self._unknown())
+            raise self._not_a_sum()
         return specs
+
+    def specs_of_probes(self) -> list[LayerSpec]:
+        """Returns the records that give the layer's numbers by what it does to its experts.
+
+        Raises:
+            ValueError: If its result is no sum of its experts' results and of what is without them.
+        """
+        # It may run twice, and half precision would round what the probes return.
+        runs_alike = not (self.seen.casts_to_half or self.seen.changed_buffers or self.changing)
+        specs = [
+            self._spec_of_probes(experts, routing)
+            for experts in self.candidates
+            if runs_alike
+            for routing in ProbedTrial(
+                self.module,
+                experts,
+                self.x,
+                self.others,
+                pytree.tree_leaves(self.seen.result),
+                functools.partial(self._each_expert, experts),
+                self.channels_first,
+                self.draws,
+            ).routings(self.hidden)
+        ]
+        if not specs:
+            raise self._not_a_sum()
+        return specs
+
+    def _spec_of_probes(self, experts: ExpertsSpec, routing: ProbedRouting) -> LayerSpec:
+        """Returns the record of a routing; raises ValueError if it cannot return the same."""
+        leaves, structure = pytree.tree_flatten(self.seen.result)
+
+        def returned(number: int, leaf: Any) -> ReturnValue:
+            if number == routing.result:
+                return ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
+            if not isinstance(leaf, Tensor):
+                return ReturnValue("constant", leaf)
+            is_loss = leaf.ndim == 0 and leaf.is_floating_point()
+            return ReturnValue("zero") if is_loss else ReturnValue("own", number)
+
+        if vars(leaves[routing.result]):
+            raise ValueError("it sets attributes on its result")
+        return LayerSpec(
+            arguments=_arguments(self.module),
+            routing=routing,
+            experts=experts,
+            shared=(),
+            returned=pytree.tree_unflatten(
+                [returned(number, leaf) for number, leaf in enumerate(leaves)], structure
+            ),
+            channels_first=self.channels_first,
+            others=self.others.form,
+        )
 
     def _returned_values(self, values: dict[Value, Tensor]) -> tuple[Value, ...]:
         """Returns the values of a forward that it also returns."""
@@ -536,11 +639,13 @@ class _Trial:
 
     # --- Routing ---
 
-    def _routings(self) -> list[tuple[Routing, Routed]]:
+    def _routings(self) -> list[tuple[TopKRouting | GateRouting, Routed]]:
         """Returns the routings to try, with their results; those with the same result, once."""
-        distinct: list[tuple[Routing, Routed]] = []
+        distinct: list[tuple[TopKRouting | GateRouting, Routed]] = []
         known: list[Tensor] = []
-        for routing in (*self._gate_routings(), *self._top_k_routings()):
+        candidates: Iterator[TopKRouting | GateRouting]
+        candidates = itertools.chain(self._gate_routings(), self._top_k_routings())
+        for routing in candidates:
             try:
                 routed = routing(self.module, self.x)
                 dense_TE = dense_weights(routed.ids, routed.weights, self.num_experts)
@@ -553,7 +658,7 @@ class _Trial:
                 distinct.append((routing, routed))
         return distinct
 
-    def _gate_routings(self) -> Iterator[Routing]:
+    def _gate_routings(self) -> Iterator[GateRouting]:
         """Yields routings by gates that return the experts and their weights."""
         for call, outputs in self.seen.calls:
             tensors = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor)]
@@ -563,7 +668,7 @@ class _Trial:
                     for weighting in get_args(Weighting):
                         yield GateRouting(call, ids, weights, weighting)
 
-    def _top_k_routings(self) -> Iterator[Routing]:
+    def _top_k_routings(self) -> Iterator[TopKRouting]:
         """Yields routings by the largest of E scores."""
         count = self.num_experts
         integers = {number for number in self.numbers if type(number) is int}
@@ -601,7 +706,7 @@ class _Trial:
     # --- Experts behind each routing ---
 
     def _results(
-        self, routings: list[tuple[Routing, Routed]]
+        self, routings: list[tuple[TopKRouting | GateRouting, Routed]]
     ) -> Iterator[tuple[ExpertsSpec, Tensor]]:
         """Yields candidates for the experts, with the result for each routing ``[R, T, D]``."""
         x_TD = self.x.reshape(-1, self.x.shape[-1])
@@ -621,9 +726,11 @@ class _Trial:
         """Returns the candidates for experts that take the tokens."""
         return [experts for experts in self.candidates if experts.width == self.x.shape[-1]]
 
-    def _each_expert(self, experts: ExpertsSpec) -> Tensor:
-        """Returns every expert's result for every token, ``[T, E, D]``."""
-        x_TD, count = self.x.reshape(-1, self.x.shape[-1]), self.num_experts
+    def _each_expert(self, experts: ExpertsSpec, x_TD: Tensor | None = None) -> Tensor:
+        """Returns every expert's result ``[T, E, D]`` for every token, the layer's or others."""
+        if x_TD is None:
+            x_TD = self.x.reshape(-1, self.x.shape[-1])
+        count = self.num_experts
         ids = torch.arange(count, device=x_TD.device).repeat(len(x_TD))[:, None]
         ones = torch.ones_like(ids, dtype=x_TD.dtype)
         rows = x_TD.repeat_interleave(count, dim=0)

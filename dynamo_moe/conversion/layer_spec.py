@@ -23,10 +23,11 @@ from dynamo_moe import packed_experts, pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
 from dynamo_moe.conversion.other_arguments import OtherTensor, is_plain
 from dynamo_moe.conversion.own_routing import OwnRouting
+from dynamo_moe.conversion.probed_routing import ProbedRouting
 from dynamo_moe.conversion.routing import GateRouting, Routed, SubmoduleCall, TopKRouting
 from dynamo_moe.modules import ConvertedModule
 
-Routing = TopKRouting | GateRouting | OwnRouting
+Routing = TopKRouting | GateRouting | OwnRouting | ProbedRouting
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,10 @@ class LayerSpec:
                 value if x.ndim == 2 else value.reshape(*x.shape[:-1], value.shape[-1])
                 for value in (routed.ids, routed.weights)
             )
-            y = packed_experts.experts(module, weights, x, ids, choices, **options)
+            tokens = x if routed.tokens is None else routed.tokens
+            y = packed_experts.experts(module, weights, tokens, ids, choices, **options)
+            if routed.rest is not None:
+                y = y + routed.rest.view_as(y)
         for shared in self.shared:
             y = y + shared(module, x).view_as(x)
         if self.bias is not None:
@@ -190,14 +194,15 @@ class ReturnValue:
     Attributes:
         kind: ``result``; ``constant``: ``value``; ``zero``: a loss that only training needs;
             ``gate_output``: the gate's output number ``value``; ``ids`` and ``weights``: the
-            routing; ``counts``: how many tokens each expert gets, ``value`` being E and the dtype.
+            routing; ``counts``: how many tokens each expert gets, ``value`` being E and the dtype;
+            ``own``: as the layer's own forward returns it, being its number ``value``.
         value: See ``kind``.
         keeps_shape: Whether it has the tokens' leading dimensions, instead of T.
         squeezed: Whether the last dimension is missing. With ``keeps_shape`` that takes K = 1;
             without, all values are in one dimension, ``[T*K]`` for the routing.
     """
 
-    kind: Literal["result", "constant", "zero", "gate_output", "ids", "weights", "counts"]
+    kind: Literal["result", "constant", "zero", "gate_output", "ids", "weights", "counts", "own"]
     value: Any = None
     keeps_shape: bool = False
     squeezed: bool = False
@@ -218,6 +223,8 @@ class ReturnValue:
                 return y.new_zeros(())
         if routed is None:
             raise ValueError(f"{self.kind} is part of the routing, which is not known")
+        if self.kind == "own":
+            return routed.gate_outputs[self.value]
         if self.kind == "counts":
             num_experts, dtype = self.value
             return tokens_per_expert(routed.ids, num_experts).to(dtype)
@@ -290,7 +297,7 @@ class ConvertedLayer(ConvertedModule):
     @property
     def runs_own_code(self) -> bool:
         """Whether its routing is the original's code."""
-        return isinstance(self._dynamo_moe_spec.routing, OwnRouting)
+        return isinstance(self._dynamo_moe_spec.routing, (OwnRouting, ProbedRouting))
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the experts' parameters by their path."""

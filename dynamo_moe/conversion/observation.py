@@ -292,6 +292,14 @@ def random_weights(module: nn.Module, kept: Collection[str] = ()) -> dict[str, T
 # --- Other ways to run it ---
 
 
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """Lets code draw the same random numbers on the CPU each time."""
+    with exclusive(), torch.random.fork_rng(()):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
 class FullPrecision(TorchFunctionMode):
     """Leaves out casts to half precision, which differ by more than formulas do; autocast too.
 

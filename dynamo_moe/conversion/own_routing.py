@@ -38,7 +38,8 @@ Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 
 
 Kind: TypeAlias = tuple[tuple[torch.dtype, bool], ...]
-"""Of each tensor that a call returns, its dtype and whether it is a scalar."""
+"""Of each tensor that a call returns, its dtype and whether it is a scalar; all floating dtypes are
+float32, as a layer may be cast."""
 
 
 class Value(NamedTuple):
@@ -71,6 +72,8 @@ class OwnRouting:
         channels_first: Whether the forward takes images ``[B, D, ...]``.
         scale: A number that the weights are multiplied by.
         null_experts: Whether ids of E and more mean no expert.
+        tokens: What the experts take, if not the layer's tokens: a value that the forward computes.
+        residual: Whether the layer's tokens are added to the experts' sum.
     """
 
     form: Form
@@ -81,6 +84,8 @@ class OwnRouting:
     channels_first: bool = False
     scale: float = 1.0
     null_experts: bool = False
+    tokens: Value | None = None
+    residual: bool = False
 
     def __call__(
         self, module: nn.Module, x: Tensor, others: Mapping[str, Any] | None = None
@@ -97,7 +102,8 @@ class OwnRouting:
         """
         tokens = math.prod(x.shape[:-1])  # Size.numel() would be an int while traced.
         image = x.movedim(-1, 1) if self.channels_first else x
-        wanted = list(dict.fromkeys((*self.values, *self.outputs)))
+        tokens_of = () if self.tokens is None else (self.tokens,)
+        wanted = list(dict.fromkeys((*self.values, *self.outputs, *tokens_of)))
         if torch.compiler.is_dynamo_compiling():
             run = _values_of if torch.compiler.is_exporting() else _values_by_running
             computed = run(module, image, others or {}, wanted)
@@ -109,7 +115,9 @@ class OwnRouting:
             weights_TK = weights_TK.to(torch.promote_types(x.dtype, torch.float32))
         if self.scale != 1.0:
             weights_TK = weights_TK * self.scale
-        return Routed(ids_TK, weights_TK, [computed[value] for value in self.outputs])
+        outputs = [computed[value] for value in self.outputs]
+        experts_tokens = None if self.tokens is None else computed[self.tokens].reshape(x.shape)
+        return Routed(ids_TK, weights_TK, outputs, experts_tokens, x if self.residual else None)
 
     def choices(self, values: Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
         """Returns ids and weights ``[T, K]``, not scaled, from the values."""
@@ -132,12 +140,7 @@ class OwnRouting:
             case "tokens":
                 zeros_ET = others[0].new_zeros(self.num_experts, tokens)
                 dense_TE = zeros_ET.scatter_add(1, first, others[0].view_as(first)).mT
-        if self.top_k < self.num_experts:
-            ids_TK = dense_TE.abs().topk(self.top_k, dim=-1).indices
-        else:
-            ids_TK = torch.arange(self.num_experts, device=first.device).expand_as(dense_TE)
-        weights_TK = dense_TE.gather(-1, ids_TK)
-        return ids_TK.masked_fill(weights_TK == 0, -1), weights_TK
+        return chosen_weights(dense_TE, self.top_k)
 
     def _columns(self, parts: list[Tensor]) -> Tensor:
         """Returns ``[T, K]``, which may come as K tensors."""
@@ -159,6 +162,16 @@ def is_integer(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.int32, torch.int64)
 
 
+def chosen_weights(dense_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Returns ids and weights ``[T, K]`` of the experts with weights; others have the id -1."""
+    if top_k < dense_TE.shape[1]:
+        ids_TK = dense_TE.abs().topk(top_k, dim=-1).indices
+    else:
+        ids_TK = torch.arange(dense_TE.shape[1], device=dense_TE.device).expand_as(dense_TE)
+    weights_TK = dense_TE.gather(-1, ids_TK)
+    return ids_TK.masked_fill(weights_TK == 0, -1), weights_TK
+
+
 def dense_weights(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
     """Returns the weight ``[T, E]`` of every expert, in float64; an id of -1 means no expert."""
     zeros_TE = weights_TK.new_zeros(len(ids_TK), num_experts, dtype=torch.float64)
@@ -173,17 +186,21 @@ class AllComputed(BaseException):
     """Leaves a forward; a model's own ``except Exception`` does not keep it."""
 
 
-class _Until(TorchFunctionMode):
-    """Leaves the code that it is around as soon as that has computed some values.
+class ValuesSeen(TorchFunctionMode):
+    """Keeps some values that the code that it is around computes.
+
+    Args:
+        wanted: The values.
+        leaves: Whether it leaves the code as soon as that has computed them.
 
     Attributes:
         computed: Those that it has computed.
     """
 
-    def __init__(self, wanted: Sequence[Value]) -> None:
+    def __init__(self, wanted: Sequence[Value], *, leaves: bool = False) -> None:
         super().__init__()
         self.computed: dict[Value, Tensor] = {}
-        self._wanted = wanted
+        self._wanted, self._leaves = wanted, leaves
         self._calls = dict.fromkeys(((value.function, value.kind) for value in wanted), 0)
 
     def __torch_function__(
@@ -196,11 +213,26 @@ class _Until(TorchFunctionMode):
                 number = self._calls[function, kind]
                 for value in self._wanted:
                     if (value.function, value.kind, value.call) == (function, kind, number):
-                        self.computed[value] = tensors[value.output]
+                        tensor = tensors[value.output]
+                        # What runs after this may change it in place.
+                        self.computed[value] = tensor if self._leaves else tensor.clone()
                 self._calls[function, kind] += 1
-        if len(self.computed) == len(self._wanted):
+        if self._leaves and len(self.computed) == len(self._wanted):
             raise AllComputed
         return result
+
+    def values(self) -> dict[Value, Tensor]:
+        """Returns the values.
+
+        Raises:
+            ValueError: If one was not computed.
+        """
+        missing = [value.function for value in self._wanted if value not in self.computed]
+        if missing:
+            raise ValueError(
+                f"the layer's own forward did not compute its routing: it calls no {missing[0]}"
+            )
+        return self.computed
 
 
 def name_of(function: Any) -> str:
@@ -217,7 +249,12 @@ def tensors_of(result: Any) -> list[Tensor]:
 
 def kind_of(tensors: Sequence[Tensor]) -> Kind:
     """Returns what tells a call's results from those of other calls of the function."""
-    return tuple([(tensor.dtype, tensor.ndim == 0) for tensor in tensors])
+    return tuple(
+        [
+            (torch.float32 if tensor.is_floating_point() else tensor.dtype, tensor.ndim == 0)
+            for tensor in tensors
+        ]
+    )
 
 
 def _values_of(
@@ -225,15 +262,10 @@ def _values_of(
 ) -> dict[Value, Tensor]:
     """Returns values that a layer's own forward computes for ``x``."""
     forward = module.own_forward if isinstance(module, ConvertedModule) else module.forward
-    until = _Until(wanted)
-    with contextlib.suppress(AllComputed), until:
+    seen = ValuesSeen(wanted, leaves=True)
+    with contextlib.suppress(AllComputed), seen:
         forward(x, **others)
-    missing = [value.function for value in wanted if value not in until.computed]
-    if missing:
-        raise ValueError(
-            f"the layer's own forward did not compute its routing: it calls no {missing[0]}"
-        )
-    return until.computed
+    return seen.values()
 
 
 class _DecidesError(BaseException):
@@ -252,7 +284,7 @@ class _LeaveAtDecision(TorchFunctionMode):
 
 
 def line_that_decides(
-    routing: OwnRouting, module: nn.Module, x: Tensor, others: Mapping[str, Any]
+    routing: Callable[..., Routed], module: nn.Module, x: Tensor, others: Mapping[str, Any]
 ) -> str | None:
     """Returns the line where a forward decides by a tensor's values how it routes, if it does.
 

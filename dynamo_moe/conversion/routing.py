@@ -25,12 +25,16 @@ class Routed(NamedTuple):
     Attributes:
         ids: ``[T, K]``.
         weights: ``[T, K]``.
-        gate_outputs: The values that the gate returned, flattened.
+        gate_outputs: The values that the gate returned, flattened, or the layer's own forward.
+        tokens: What the experts take ``[..., D]``, if not the layer's tokens.
+        rest: What is added to the experts' sum ``[T, D]``, if anything is.
     """
 
     ids: Tensor
     weights: Tensor
     gate_outputs: list[Any]
+    tokens: Tensor | None = None
+    rest: Tensor | None = None
 
 
 @dataclass(frozen=True)

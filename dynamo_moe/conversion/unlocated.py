@@ -47,4 +47,7 @@ def _reason(module: nn.Module) -> str:
     if computing is not module:
         return "its forward has been replaced in the instance"
     name, count = max(numbers_of_experts(module).items(), key=lambda item: item[1])
-    return f"its {count} experts ({name}) are neither modules in a list nor stacks of matrices"
+    return (
+        f"its {count} experts ({name}) are neither modules in a list nor two or three stacks of as "
+        "many matrices"
+    )

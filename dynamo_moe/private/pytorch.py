@@ -28,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "attributes_of",
     "change_count",
+    "copy_around",
     "compiled_module",
     "enable_python_dispatcher",
     "has_attribute",
@@ -316,6 +317,28 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     twin._modules = {
         name: None if child is None else shallow_copy(child) for name, child in children.items()
     }
+    return twin
+
+
+def copy_around(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
+    """Returns a module of the same parameters with others in the place of some in it, by path.
+
+    The module itself stays as it is, for other threads too. Only those around them are copied.
+
+    Raises:
+        RuntimeError: If this PyTorch keeps submodules elsewhere.
+    """
+    if "" in others:
+        return others[""]
+    children: dict[str, Any] = dict(_required(module, "_modules", "torch.nn.Module._modules"))
+    inner: dict[str, dict[str, nn.Module]] = {}
+    for path, other in others.items():
+        name, _, rest = path.partition(".")
+        inner.setdefault(name, {})[rest] = other
+    for name, within in inner.items():
+        children[name] = copy_around(children[name], within)
+    twin = copy.copy(module)
+    twin._modules = children
     return twin
 
 

@@ -28,6 +28,7 @@ MODULES = {
     "hardswish": nn.Hardswish(),
     "elu": nn.ELU(),
     "leaky_relu": nn.LeakyReLU(),
+    "identity": nn.Identity(),
 }
 
 

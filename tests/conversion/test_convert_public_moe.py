@@ -16,40 +16,25 @@ from dynamo_moe.modules import ConvertedModule
 from public_moe import CASES, dbrx
 from public_moe.surroundings import Case, ClaimsCuda
 
-_CAPACITY = r"it drops tokens by a capacity \(\w+ is"
 _LORAS = "a mixture of LoRAs"
 # Why convert leaves a structure; it converts all others.
 LEFT = {
-    "transformers4-switch": _CAPACITY,
-    "transformers4-switch-dropping": _CAPACITY,
-    "transformers4-nllb": "neither its result nor its routing",
-    "makemoe-always-noisy": "gives other numbers each time",
-    "makemoe-capacity": _CAPACITY,
-    "labml-switch": "neither its result nor its routing",
     "openmoe": "an expert computes nothing that torch.ops.moe computes",
-    "gpt-oss-reference": "no known way to choose among",  # A norm and a residual around it.
     "davidmrau-softmax-experts": "an expert computes nothing that torch.ops.moe computes",
-    "lucidrains-top2-random": "gives other numbers each time",
     "st-moe": "an expert computes nothing that torch.ops.moe computes",
     "soft-moe": "calls no gate with 6 scores",
     "mmoe": "not a weighted sum",
-    "megablocks-moe-capacity": _CAPACITY,
-    "deepspeed-top1-residual": "not a weighted sum",
     "vision-convolutions": "not two or three matrices",
     "torchscale-subln": "an expert computes nothing",
-    "lucidrains-hierarchical": _CAPACITY,
-    "peer": "neither modules in a list nor stacks of matrices",
+    "peer": "neither modules in a list nor two or three stacks of as many matrices",
+    "longcat-flash-stacked": "neither modules in a list nor two or three stacks of as many",
     "mixlora": _LORAS,
-    "mola": _LORAS,
-    "adamoe-lora": _LORAS,
     "mergoo-linear": "not two or three matrices",
     "mergoo-lora": _LORAS,
     "loramoe": _LORAS,
-    "xlora": _LORAS,
     "one-gate-mixture": "an expert computes nothing",
     "progressive-layers": "one of several sets of experts",
     "moe-adapters": "an expert computes nothing",
-    "cumo-clip": "not a weighted sum",  # A norm and a residual around it.
     "base-layer": "an expert computes nothing",
     "left-activations": "expert 1 computes something else than the first",
     "left-last-differs": "expert 5 computes something else than the first",
@@ -57,11 +42,17 @@ LEFT = {
     "left-scales": "expert 1 computes something else than the first",
     "left-deep": "an expert computes nothing",
     "left-normed": "an expert computes nothing",
-    "minimum-capacity": _CAPACITY,
-    "left-sentence-gate": "its own code does not compute their weights",
 }
-# The MoE module itself returns a custom object; the module around it returns a tensor.
-PATHS = {"llama-moe": ("layers.0.mlp", "layers.1.mlp")}
+# The MoE module itself returns a custom object; the module around it returns a tensor. One routes
+# what its router, beside it, gives it, and is the layer by itself. Where only
+# the experts and the router have numbers of experts, these are named.
+PATHS = {
+    "llama-moe": ("layers.0.mlp", "layers.1.mlp"),
+    "megablocks-moe-capacity": ("layers.0.ffn.experts", "layers.1.ffn.experts"),
+    "longcat-flash-stacked": tuple(
+        f"layers.{layer}.mlp.{part}" for layer in range(2) for part in ("experts", "router")
+    ),
+}
 # Batch, length and seed.
 SIZES = ((2, 5, 0), (3, 7, 1), (1, 1, 2), (4, 16, 3))
 
@@ -89,6 +80,7 @@ def results(case: Case, model: nn.Module, *, original: bool) -> list[list[Tensor
 @pytest.mark.filterwarnings("ignore:.*its own forward computes")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_public_structure(case: Case) -> None:
+    assert case.convertible == (case.name not in LEFT)
     model = case.build()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = results(case, model, original=True)
@@ -97,7 +89,8 @@ def test_public_structure(case: Case) -> None:
         assert report.replaced == ()
         reasons = " ".join(left.reason for left in report.unrecognised)
         assert re.search(LEFT[case.name], reasons)
-        assert {left.module for left in report.unrecognised} == {*case.moe_paths}
+        paths = PATHS.get(case.name, case.moe_paths)
+        assert {left.module for left in report.unrecognised} == {*paths}
     else:
         paths = PATHS.get(case.name, case.moe_paths)
         assert [each.module for each in report.replaced] == sorted(paths)

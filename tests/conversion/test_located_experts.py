@@ -227,8 +227,7 @@ class Loras(nn.Module):
     ("layer", "reason"),
     [
         (TwoSets(), "'experts_a' is one of several sets of experts in it; 'experts_b' is one of"),
-        (LookedUp(), r"its 36 experts \(num_experts\) are neither modules in a list nor stacks"),
-        (Loras(), "a mixture of LoRAs"),
+        (LookedUp(), r"its 36 experts \(num_experts\) are neither modules in a list nor two"),
         (Loras((4, 4, 8)), "a mixture of LoRAs"),
     ],
 )

@@ -220,6 +220,23 @@ class Scripted(Layer):
         return gates_TE * mask_TE
 
 
+class Stacked(nn.Module):
+    """Weights of chosen experts, looked up for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, COUNT)
+        self.up = nn.Parameter(torch.randn(COUNT, 24, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(COUNT, WIDTH, 24) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, ids = self.gate(x).topk(2, dim=-1)
+        weights = best.softmax(dim=-1)
+        hidden = F.silu(torch.einsum("...kfd,...d->...kf", self.up[ids], x))
+        results = torch.einsum("...kdf,...kf->...kd", self.down[ids], hidden)
+        return (results * weights[..., None]).sum(dim=-2)
+
+
 LAYERS = (
     TopP, Threshold, ReLURouting, MaskedSecond, Scaled, Capacity, ExpertChoice, InASubmodule,
     NullExperts, WithoutWeights, ExpertChoiceInRows,
@@ -353,26 +370,6 @@ def test_the_report_names_a_decision_by_values(tmp_path: Path) -> None:
         dynamo_moe.export(layer, (tokens(2, 5),), tmp_path / "model.onnx")
 
 
-class DropsInALoop(Layer):
-    """A capacity that no tensor of weights shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.reshape(-1, WIDTH)
-        weights_TK, ids_TK = self.gate(x_TD).softmax(dim=-1).topk(2, dim=-1)
-        y_TD = torch.zeros_like(x_TD)
-        for number, expert in enumerate(self.experts):
-            rows, slots = (ids_TK == number).nonzero(as_tuple=True)
-            rows, slots = rows[:50], slots[:50]
-            y_TD[rows] += weights_TK[rows, slots, None] * expert(x_TD[rows])
-        return y_TD.reshape(x.shape)
-
-
-class OtherForManyTokens(Layer):
-    def route(self, x_TD: Tensor) -> Tensor:
-        scores_TE = self.gate(x_TD).softmax(dim=-1)
-        return scores_TE.square() if len(x_TD) > 200 else scores_TE**3
-
-
 class Normed(Layer):
     """Its result is no sum of the experts' results."""
 
@@ -383,28 +380,51 @@ class Normed(Layer):
         return self.gate(x_TD).softmax(dim=-1)
 
 
-class AfterTheExperts(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.reshape(-1, WIDTH)
-        y_TED = torch.stack([expert(x_TD) for expert in self.experts], dim=1)
-        weights_TE = self.gate(x_TD).softmax(dim=-1) ** 2
-        return (y_TED * weights_TE[..., None]).sum(dim=1).reshape(x.shape)
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (DropsInALoop, "computes something else"),
-        (OtherForManyTokens, "computes something else"),
-        (Normed, "not a weighted sum of its experts' results"),
-        (AfterTheExperts, "its own code does not compute their weights ahead of them"),
-    ],
-)
-def test_left(layer: type[nn.Module], reason: str) -> None:
+def test_left() -> None:
     torch.manual_seed(0)
-    report = dynamo_moe.convert(nn.Sequential(layer()).eval())
+    report = dynamo_moe.convert(nn.Sequential(Normed()).eval())
     assert report.replaced == ()
-    assert reason in report.unrecognised[0].reason
+    assert "not a weighted sum of its experts' results" in report.unrecognised[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_route(dtype: torch.dtype) -> None:
+    """The values are those of calls by another dtype's layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(TopP()).eval().to(dtype)
+    expected = model(tokens(3, 40).to(dtype))
+    assert [r.module for r in dynamo_moe.convert(model).replaced] == ["0"]
+    assert isinstance(model[0]._dynamo_moe_spec.routing, OwnRouting)
+    torch.testing.assert_close(model(tokens(3, 40).to(dtype)), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_a_block_with_a_norm_and_a_residual(tmp_path: Path) -> None:
+    """The experts take what the norm gives, and the tokens are added to their sum."""
+
+    class Block(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(self.norm(x))
+
+    model, converted = pair(Block)
+    routing = converted[0]._dynamo_moe_spec.routing
+    assert (routing.tokens.function, routing.residual) == ("rms_norm", True)
+    path = tmp_path / "model.onnx"
+    report = dynamo_moe.export(
+        converted, (tokens(2, 5),), path, dynamic_shapes=({0: "batch", 1: "length"},)
+    )
+    assert sum(report.operators.values()) == 1
+    session = ort.InferenceSession(path)
+    for shape in SIZES:
+        x = tokens(*shape)
+        with torch.no_grad():
+            expected = model(x)
+        torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+        (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_forward_that_changed_is_an_error() -> None:

@@ -73,7 +73,7 @@ EXPERTS = [
     (
         {"activation": "swish"},
         ValueError,
-        "clamped_silu, quick_gelu, tanh, mish, hardswish, elu, leaky_relu; got 'swish'",
+        "clamped_silu, quick_gelu, tanh, mish, hardswish, elu, leaky_relu, identity; got 'swish'",
     ),
     (
         {"activation": "clamped_swiglu"},

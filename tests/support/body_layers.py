@@ -121,7 +121,7 @@ NORMED = changed(
 CONFIGS = [
     *(changed(PLAIN, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
     *(changed(GATED, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
-    *(changed(PLAIN, activation=name) for name in ("quick_gelu", "mish", "elu")),
+    *(changed(PLAIN, activation=name) for name in ("quick_gelu", "mish", "elu", "identity")),
     *(changed(GATED, activation=name) for name in ("tanh", "hardswish", "leaky_relu")),
     *(changed(PLAIN, scoring=name) for name in ("softmax", "topk_softmax", "sigmoid")),
     *(changed(PLAIN, scoring=n, renormalize=False) for n in ("softmax", "topk_softmax", "sigmoid")),
@@ -370,6 +370,8 @@ def pointwise(activation: str, z: np.ndarray) -> np.ndarray:
         return z * np.clip(z / 6 + 0.5, 0, 1)
     if activation == "elu":
         return np.where(z > 0, z, np.expm1(np.minimum(z, 0)))
+    if activation == "identity":
+        return z
     if activation == "leaky_relu":
         return np.where(z > 0, z, 0.01 * z)
     return np.maximum(z, 0) ** (2 if activation == "relu2" else 1)

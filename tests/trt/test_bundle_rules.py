@@ -60,7 +60,7 @@ IMAGE = len(kernel().image)
         (52, "I", [8192], "the layer's flags must be below 8192, got 8192"),
         (52, "I", [8], "the layer's flag interleaved needs flag gated"),
         (52, "I", [64], "the layer's flag tf32 does not apply and must be 0, got 64"),
-        (56, "I", [13], "the layer's activation must be below 13, got 13"),
+        (56, "I", [14], "the layer's activation must be below 14, got 14"),
         (60, "I", [3], "the layer's scoring must be below 3, got 3"),
         (60, "I", [1], "the layer's flag renormalize does not apply and must be 0, got 1"),
         (64, "I", [1025], "the layer's experts must be in 1..1024, got 1025"),

@@ -90,6 +90,8 @@ def _pointwise_backward(op: Ops, config: BodyConfig, dh: ir.Value, z: ir.Value) 
         case "elu":
             below = op.Min(z, op.constant("zero", 0, dtype), out="z_below")
             slope = op.Exp(below, out="slope")
+        case "identity":
+            return op.Identity(dh, out="dz")
         case "leaky_relu":
             positive = op.Greater(z, op.constant("zero", 0, dtype), out="positive")
             one, leak = op.constant("one", 1, dtype), op.constant("leak", 0.01, dtype)

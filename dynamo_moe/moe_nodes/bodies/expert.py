@@ -129,6 +129,8 @@ def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
             return _elu(op, dtype, z)
         case "leaky_relu":
             return op.Max(z, op.Mul(z, op.constant("leak", 0.01, dtype), out="z_leak"), out="h")
+        case "identity":
+            return op.Identity(z, out="h")
         case _:
             return _gelu(op, config, z)
 

@@ -24,7 +24,13 @@ from dynamo_moe.moe_nodes.bodies.router import logits, route
 from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE
 
-_PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
+_PLAIN = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu",
+    "silu": "silu",
+    "relu": "relu",
+    "identity": "identity",
+}
 # The slope of the sigmoid in a gating without clamps.
 _SWISH = {"silu": 1.0, "quick_gelu": 1.702}
 # exp(floor) is 0 in float32; the floor is finite so that a token without experts is not NaN.

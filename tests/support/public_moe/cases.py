@@ -19,6 +19,7 @@ from public_moe import (
     makemoe,
     megablocks,
     mistral,
+    mixed_experts,
     multitask,
     named,
     own_code,
@@ -64,5 +65,6 @@ CASES: list[Case] = [
     *lora_mixtures.CASES,
     *own_routing_forms.CASES,
     *multitask.CASES,
+    *mixed_experts.CASES,
     *left_alone.CASES,
 ]

@@ -212,8 +212,7 @@ CASES = [
         moe_paths=in_blocks("moe"),
         expert_slices=inner_experts,
         exact=True,
-        convertible=False,
-        reason="two gates, one after the other, with capacities",
+        notes="two gates, one after the other, with capacities",
     ),
     Case(
         name="peer",

@@ -204,8 +204,7 @@ CASES = [
         make=lambda: Model(lambda: SentenceGate(DIM, HIDDEN, EXPERTS, TOP_K), "moe"),
         moe_paths=in_blocks("moe"),
         exact=True,
-        convertible=False,
-        reason="of [B, L, D] it routes sequences, of [T, D] tokens",
+        notes="of [B, L, D] it routes sequences, of [T, D] tokens",
     ),
     Case(
         name="left-switch-3d",
@@ -214,8 +213,7 @@ CASES = [
         moe_paths=in_blocks("ffn"),
         num_experts=4,
         exact=True,
-        convertible=False,
-        reason="its mask is along the sequence of [B, L, D], along the experts of [T, D]",
+        notes="its mask is along the sequence of [B, L, D], along the experts of [T, D]",
     ),
     Case(
         name="left-expert-choice",

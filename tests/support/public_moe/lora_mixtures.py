@@ -327,8 +327,7 @@ CASES = [
         make=lambda: Model(lambda: LinearMoE(DIM, DIM, EXPERTS, TOP_K, EXPERTS), "proj", pair),
         moe_paths=in_blocks("proj"),
         expert_slices=by_name,
-        convertible=False,
-        reason="a linear layer and LoRAs without an activation",
+        notes="a linear layer and LoRAs without an activation",
     ),
     Case(
         name="adamoe-lora",
@@ -337,8 +336,7 @@ CASES = [
         moe_paths=in_blocks("proj"),
         num_experts=EXPERTS - 2,
         expert_slices=by_name,
-        convertible=False,
-        reason="a linear layer and LoRAs, two of which do not exist",
+        notes="a linear layer and LoRAs, two of which do not exist",
     ),
     Case(
         name="mergoo-linear",
@@ -372,8 +370,6 @@ CASES = [
         make=XLoraModel,
         moe_paths=in_blocks("proj"),
         expert_slices=by_name,
-        convertible=False,
-        reason="the model computes its scales in a run before",
         notes="a second tensor: the scales of all layers and adapters",
     ),
 ]

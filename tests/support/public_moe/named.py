@@ -309,8 +309,7 @@ CASES = [
         moe_paths=in_blocks("mlp"),
         expert_slices=by_name,
         exact=True,
-        convertible=False,
-        reason="what its capacity drops keeps its own value",
+        notes="what its capacity drops keeps its own value",
     ),
     Case(
         name="transformers4-nllb",

@@ -334,7 +334,6 @@ CASES = [
         origin="SHI-Labs/CuMo cumo/model/multimodal_encoder/clip_smoe.py",
         make=lambda: Model(lambda: CLIPEncoderMoELayer(DIM, HIDDEN, EXPERTS, TOP_K), call=first),
         moe_paths=in_blocks("mlp"),
-        convertible=False,
-        reason="a norm ahead of the experts and a sum after them in one module",
+        notes="a norm ahead of the experts and a sum after them in one module",
     ),
 ]
