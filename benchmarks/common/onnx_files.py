@@ -17,12 +17,14 @@ PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscri
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def open_session(path: Path, threads: int | None = None) -> Any:
-    """Loads a file, with default options but for the number of threads."""
+def open_session(path: Path, threads: int | None = None, *, library: Path | None = None) -> Any:
+    """Loads a file, with default options but for the number of threads and custom operators."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     if threads is not None:
         options.intra_op_num_threads = threads
     return onnxruntime.InferenceSession(path, options)

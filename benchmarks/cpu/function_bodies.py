@@ -2,7 +2,8 @@
 
     python -m benchmarks.cpu.function_bodies --json result.json
 
-``dense`` runs every expert on every token in two batched products. ``body`` is what ships with a
+``library`` is the operator of the native library, which takes the place of the node's body.
+``onnxruntime`` is ``com.microsoft::MoE``. ``dense`` runs every expert on every token in two batched products. ``body`` is what ships with a
 node, ``unrolled`` what does with ``body="unrolled"``. ``naive`` is the loop one writes first: over
 all experts, selecting with NonZero and accumulating with ScatterND. Where there are few tokens, the
 two ways of ``body`` are also timed alone: ``gathered`` copies the weights that each slot needs,
@@ -33,8 +34,9 @@ from dynamo_moe.moe_nodes.bodies import (
     unrolled_body,
 )
 from dynamo_moe.moe_nodes.bodies.expert import activate
-from dynamo_moe.moe_nodes.bodies.layer import Experts, function, routed
+from dynamo_moe.moe_nodes.bodies.layer import Experts, function, onnxruntime_body, routed
 from dynamo_moe.moe_nodes.bodies.ops import Ops
+from trt_plugin.native import library_path
 
 TURNS = 3
 WARMUP = 3
@@ -81,7 +83,15 @@ CASES = (
     Case("fine-grained, one token", 1, 512, 256, 128, 8, gated=True),
     Case("fine-grained, two tokens", 2, 512, 256, 128, 8, gated=True),
     Case("narrow experts", 16, 256, 128, 256, 8, gated=True),
+    Case("wide experts, one token", 1, 1024, 2048, 8, 2, gated=True),
+    Case("wide experts", 16, 1024, 2048, 8, 2, gated=True),
+    Case("wide experts, many tokens", 1024, 1024, 2048, 8, 2, gated=True),
+    Case("fine-grained, few tokens", 32, 512, 256, 128, 8, gated=True),
+    Case("fine-grained, many tokens", 4096, 512, 256, 128, 8, gated=True),
+    Case("narrow experts, one token", 1, 256, 128, 256, 8, gated=True),
+    Case("narrow experts, many tokens", 2048, 256, 128, 256, 8, gated=True),
 )
+LIBRARY = "library"
 
 
 def torch_layer(case: Case) -> Any:
@@ -160,6 +170,7 @@ def bodies(case: Case, opset: int) -> dict[str, ir.Function]:
         "dense": dense_body(config, opset),
         "body": body(config, opset),
         "unrolled": unrolled_body(config, opset, num_experts=case.experts),
+        "onnxruntime": onnxruntime_body(config, opset),
     }
     experts: dict[str, Experts] = {"naive": naive_experts}
     if case.tokens <= FEW:
@@ -179,7 +190,7 @@ def export(case: Case, folder: Path) -> dict[str, Path]:
     dynamo_moe.export(torch_layer(case), example, folder / "exported.onnx")
     model = ir.load(folder / "exported.onnx")
     (exported,) = model.functions
-    paths = {}
+    paths = {LIBRARY: folder / "exported.onnx"}
     for name, replaced in bodies(case, model.opset_imports[""]).items():
         if replaced.identifier() != exported:
             raise ValueError(f"{name} is {replaced.identifier()}, the file's body {exported}")
@@ -189,9 +200,11 @@ def export(case: Case, folder: Path) -> dict[str, Path]:
     return paths
 
 
-def turn(case: Case, path: Path, threads: int, runs: int) -> tuple[list[float], Array]:
+def turn(
+    case: Case, path: Path, threads: int, runs: int, library: Path | None
+) -> tuple[list[float], Array]:
     """Returns milliseconds of the runs of one file in this process, and its first result."""
-    session = open_session(path, threads)
+    session = open_session(path, threads, library=library)
     rng = np.random.default_rng(1)
     size = case.tokens, case.width
     feeds = [{"x": rng.standard_normal(size, np.float32)} for _ in range(INPUTS)]
@@ -211,7 +224,8 @@ def measure(case: Case, threads: int, runs: int) -> dict[str, Timing]:
         paths = export(case, Path(folder))
         times: dict[str, list[float]] = {name: [] for name in paths}
         for _, name in turns(paths, TURNS):
-            job = processes.submit(turn, case, paths[name], threads, runs)
+            library = library_path() if name == LIBRARY else None
+            job = processes.submit(turn, case, paths[name], threads, runs, library)
             new, results[name] = job.result()
             times[name] += new
     for result in results.values():

@@ -1,0 +1,197 @@
+#include "onnxruntime/activation.h"
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+
+#include "node/node.h"
+
+namespace dynamo_moe::onnxruntime {
+namespace {
+
+// The codes of format::kActivationNames.
+enum : std::uint32_t {
+  kGelu,
+  kGeluTanh,
+  kSilu,
+  kRelu,
+  kRelu2,
+  kClampedSwiglu,
+  kClampedSilu,
+  kQuickGelu,
+  kTanh,
+  kMish,
+  kHardswish,
+  kElu,
+  kLeakyRelu,
+  kActivations,
+};
+static_assert(std::size(format::kActivationNames) == kActivations);
+
+constexpr float kQuickGeluSlope = 1.702F;
+constexpr float kLeak = 0.01F;
+constexpr float kSqrtHalf = 0.70710678F;
+constexpr float kSqrtTwoOverPi = 0.79788456F;
+constexpr float kBend = 0.044715F;
+// From here on, mish(v) is v in float64 too.
+constexpr float kMishBound = 20;
+// The runtime's sigmoid is constant below this; the true one is at most 1.5e-8.
+constexpr float kSigmoidBound = -18;
+
+// Comparisons that a NaN fails keep it.
+float Most(float value, float bound) { return value > bound ? bound : value; }
+float Least(float value, float bound) { return value < bound ? bound : value; }
+
+// Hidden rows in memory: `count` runs of `length` elements.
+struct Rows {
+  std::int64_t count;
+  std::int64_t length;
+  std::int64_t gate_stride;
+  const float* gate;
+  const float* up;  // Null without gating.
+  float* result;
+  float* scratch;
+};
+
+template <typename Argument>
+void Prepare(const Rows& rows, const Argument& argument) {
+  for (std::int64_t row = 0; row < rows.count; ++row) {
+    const float* const gate = rows.gate + row * rows.gate_stride;
+    float* const scratch = rows.scratch + row * rows.length;
+    for (std::int64_t i = 0; i < rows.length; ++i) {
+      scratch[i] = argument(gate[i]);
+    }
+  }
+}
+
+// A row's result may lie upon a gate or up row that was read before, or upon its own gate row.
+template <typename Gate, typename Up>
+void Finish(const Rows& rows, const Gate& gate_of, const Up& up_of) {
+  for (std::int64_t row = 0; row < rows.count; ++row) {
+    const float* const gate = rows.gate + row * rows.gate_stride;
+    const float* const scratch = rows.scratch + row * rows.length;
+    float* const result = rows.result + row * rows.length;
+    if (rows.up == nullptr) {
+      for (std::int64_t i = 0; i < rows.length; ++i) {
+        result[i] = gate_of(gate[i], scratch[i]);
+      }
+    } else {
+      const float* const up = rows.up + row * rows.gate_stride;
+      for (std::int64_t i = 0; i < rows.length; ++i) {
+        result[i] = gate_of(gate[i], scratch[i]) * up_of(up[i]);
+      }
+    }
+  }
+}
+
+// What the runtime's function is of, and the activation of the gate and that function.
+template <typename Argument, typename Gate, typename Up>
+Status Run(const Call& call, const Op* function, const Rows& rows, const Argument& argument,
+           const Gate& gate_of, const Up& up_of) {
+  if (function != nullptr) {
+    Prepare(rows, argument);
+    const Matrix scratch = {rows.scratch, rows.count, rows.length};
+    DYNAMO_MOE_RETURN_IF_ERROR((*function)(call, {scratch}, scratch));
+  }
+  Finish(rows, gate_of, up_of);
+  return {};
+}
+
+const char* FunctionOf(std::uint32_t activation) {
+  switch (activation) {
+    case kGelu:
+      return "Erf";
+    case kGeluTanh:
+    case kTanh:
+    case kElu:
+      return "Tanh";
+    case kMish:
+      return "Exp";
+    case kRelu:
+    case kRelu2:
+    case kHardswish:
+    case kLeakyRelu:
+      return nullptr;
+    default:
+      return "Sigmoid";
+  }
+}
+
+// v * sigmoid(slope * v)
+float Swish(float value, float slope, float sigmoid) {
+  return slope * value < kSigmoidBound ? 0 : value * sigmoid;
+}
+
+}  // namespace
+
+Status Activation::Create(const Api& api, const OrtKernelInfo* info,
+                          const dynamo_moe_layer& layer) {
+  layer_ = layer;
+  const char* const name = FunctionOf(layer.activation);
+  constexpr std::int32_t version = 13;
+  return name == nullptr
+             ? Status()
+             : function_.Create(api, info, name, version, {{"T", kFloatElements}}, {}, 1);
+}
+
+Status Activation::operator()(const Call& call, std::int64_t rows, float* z, float* scratch) const {
+  const bool gated = HasFlag(layer_, format::kGated);
+  const bool interleaved = HasFlag(layer_, format::kInterleaved);
+  const std::int64_t hidden = layer_.hidden;
+  const Rows all =
+      interleaved ? Rows{hidden, rows, 2 * rows, z, z + rows, z, scratch}
+                  : Rows{1, hidden * rows, 0, z, gated ? z + hidden * rows : nullptr, z, scratch};
+  const Op* const function = FunctionOf(layer_.activation) == nullptr ? nullptr : &function_;
+  const auto same = [](float value) { return value; };
+  const auto run = [&](const auto& argument, const auto& gate_of) {
+    return Run(call, function, all, argument, gate_of, same);
+  };
+  const float limit = layer_.limit;
+  const float alpha = layer_.alpha;
+  const auto clamped = [limit](float up) { return Least(Most(up, limit), -limit); };
+  switch (layer_.activation) {
+    case kGelu:
+      return run([](float v) { return v * kSqrtHalf; },
+                 [](float v, float erf) { return 0.5F * v * (1 + erf); });
+    case kGeluTanh:
+      return run([](float v) { return kSqrtTwoOverPi * (v + kBend * v * v * v); },
+                 [](float v, float tanh) { return 0.5F * v * (1 + tanh); });
+    case kSilu:
+      return run(same, [](float v, float sigmoid) { return Swish(v, 1, sigmoid); });
+    case kRelu:
+      return run(same, [](float v, float) { return Least(v, 0); });
+    case kRelu2:
+      return run(same, [](float v, float) { return Least(v, 0) * Least(v, 0); });
+    case kClampedSwiglu:
+      return Run(
+          call, function, all, [=](float v) { return alpha * Most(v, limit); },
+          [=](float v, float sigmoid) { return Swish(Most(v, limit), alpha, sigmoid); },
+          [=](float up) { return clamped(up) + 1; });
+    case kClampedSilu:
+      return Run(
+          call, function, all, [=](float v) { return Most(v, limit); },
+          [=](float v, float sigmoid) { return Swish(Most(v, limit), 1, sigmoid); }, clamped);
+    case kQuickGelu:
+      return run([](float v) { return kQuickGeluSlope * v; },
+                 [](float v, float sigmoid) { return Swish(v, kQuickGeluSlope, sigmoid); });
+    case kTanh:
+      return run(same, [](float v, float tanh) { return std::isnan(v) ? v : tanh; });
+    case kMish:
+      return run([](float v) { return Most(v, kMishBound); },
+                 [](float v, float power) {
+                   const float n = power * (power + 2);
+                   return v * (n / (n + 2));
+                 });
+    case kHardswish:
+      return run(same, [](float v, float) { return v * Most(Least(v / 6 + 0.5F, 0), 1); });
+    case kElu:
+      // exp(v) - 1 as 2 tanh(v / 2) / (1 - tanh(v / 2)), which is accurate near zero.
+      return run([](float v) { return Most(v, 0) / 2; },
+                 [](float v, float tanh) { return v <= 0 ? 2 * tanh / (1 - tanh) : v; });
+    default:
+      return run(same, [](float v, float) { return v > 0 ? v : kLeak * v; });
+  }
+}
+
+}  // namespace dynamo_moe::onnxruntime
