@@ -43,61 +43,6 @@ constexpr float kSigmoidBound = -18;
 float Most(float value, float bound) { return value > bound ? bound : value; }
 float Least(float value, float bound) { return value < bound ? bound : value; }
 
-// Hidden rows in memory: `count` runs of `length` elements.
-struct Rows {
-  std::int64_t count;
-  std::int64_t length;
-  std::int64_t gate_stride;
-  const float* gate;
-  const float* up;  // Null without gating.
-  float* result;
-  float* scratch;
-};
-
-template <typename Argument>
-void Prepare(const Rows& rows, const Argument& argument) {
-  for (std::int64_t row = 0; row < rows.count; ++row) {
-    const float* const gate = rows.gate + row * rows.gate_stride;
-    float* const scratch = rows.scratch + row * rows.length;
-    for (std::int64_t i = 0; i < rows.length; ++i) {
-      scratch[i] = argument(gate[i]);
-    }
-  }
-}
-
-// A row's result may lie upon a gate or up row that was read before, or upon its own gate row.
-template <typename Gate, typename Up>
-void Finish(const Rows& rows, const Gate& gate_of, const Up& up_of) {
-  for (std::int64_t row = 0; row < rows.count; ++row) {
-    const float* const gate = rows.gate + row * rows.gate_stride;
-    const float* const scratch = rows.scratch + row * rows.length;
-    float* const result = rows.result + row * rows.length;
-    if (rows.up == nullptr) {
-      for (std::int64_t i = 0; i < rows.length; ++i) {
-        result[i] = gate_of(gate[i], scratch[i]);
-      }
-    } else {
-      const float* const up = rows.up + row * rows.gate_stride;
-      for (std::int64_t i = 0; i < rows.length; ++i) {
-        result[i] = gate_of(gate[i], scratch[i]) * up_of(up[i]);
-      }
-    }
-  }
-}
-
-// What the runtime's function is of, and the activation of the gate and that function.
-template <typename Argument, typename Gate, typename Up>
-Status Run(const Call& call, const Op* function, const Rows& rows, const Argument& argument,
-           const Gate& gate_of, const Up& up_of) {
-  if (function != nullptr) {
-    Prepare(rows, argument);
-    const Matrix scratch = {rows.scratch, rows.count, rows.length};
-    DYNAMO_MOE_RETURN_IF_ERROR((*function)(call, {scratch}, scratch));
-  }
-  Finish(rows, gate_of, up_of);
-  return {};
-}
-
 const char* FunctionOf(std::uint32_t activation) {
   switch (activation) {
     case kGelu:
@@ -125,6 +70,69 @@ float Swish(float value, float slope, float sigmoid) {
 
 }  // namespace
 
+// Where gates and ups lie: so many runs of so many numbers.
+struct Activation::Layout {
+  std::int64_t runs;
+  std::int64_t length;
+  std::int64_t stride;  // From one run to the next.
+  std::int64_t step;    // From one number to the next.
+  const float* gate;
+  const float* up;  // Null without gating.
+};
+
+namespace {
+
+template <typename Layout, typename Argument>
+void Prepare(const Layout& layout, const Argument& argument, float* hidden) {
+  for (std::int64_t run = 0; run < layout.runs; ++run) {
+    const float* const gate = layout.gate + run * layout.stride;
+    float* const result = hidden + run * layout.length;
+    for (std::int64_t i = 0; i < layout.length; ++i) {
+      result[i] = argument(gate[i * layout.step]);
+    }
+  }
+}
+
+// The hidden rows hold the function of the gates.
+template <typename Layout, typename Gate, typename Up>
+void Finish(const Layout& layout, const Gate& gate_of, const Up& up_of, float* hidden) {
+  for (std::int64_t run = 0; run < layout.runs; ++run) {
+    const float* const gate = layout.gate + run * layout.stride;
+    float* const result = hidden + run * layout.length;
+    if (layout.up == nullptr) {
+      for (std::int64_t i = 0; i < layout.length; ++i) {
+        result[i] = gate_of(gate[i], result[i]);
+      }
+      continue;
+    }
+    const float* const up = layout.up + run * layout.stride;
+    if (layout.step == 1) {
+      for (std::int64_t i = 0; i < layout.length; ++i) {
+        result[i] = gate_of(gate[i], result[i]) * up_of(up[i]);
+      }
+    } else {
+      for (std::int64_t i = 0; i < layout.length; ++i) {
+        result[i] = gate_of(gate[2 * i], result[i]) * up_of(up[2 * i]);
+      }
+    }
+  }
+}
+
+// What the runtime's function is of, and the activation of the gate and that function.
+template <typename Layout, typename Argument, typename Gate, typename Up>
+Status Apply(const Call& call, const Op* function, const Layout& layout, float* hidden,
+             const Argument& argument, const Gate& gate_of, const Up& up_of) {
+  if (function != nullptr) {
+    Prepare(layout, argument, hidden);
+    const Matrix all = {hidden, layout.runs, layout.length};
+    DYNAMO_MOE_RETURN_IF_ERROR((*function)(call, {all}, all));
+  }
+  Finish(layout, gate_of, up_of, hidden);
+  return {};
+}
+
+}  // namespace
+
 Status Activation::Create(const Api& api, const OrtKernelInfo* info,
                           const dynamo_moe_layer& layer) {
   layer_ = layer;
@@ -135,17 +143,32 @@ Status Activation::Create(const Api& api, const OrtKernelInfo* info,
              : function_.Create(api, info, name, version, {{"T", kFloatElements}}, {}, 1);
 }
 
-Status Activation::operator()(const Call& call, std::int64_t rows, float* z, float* scratch) const {
+Status Activation::OfRows(const Call& call, std::int64_t rows, const float* z,
+                          float* hidden) const {
+  const std::int64_t width = layer_.hidden;
+  if (HasFlag(layer_, format::kInterleaved)) {
+    return Run(call, {rows, width, 2 * width, 2, z, z + 1}, hidden);
+  }
+  return HasFlag(layer_, format::kGated)
+             ? Run(call, {rows, width, 2 * width, 1, z, z + width}, hidden)
+             : Run(call, {1, rows * width, 0, 1, z, nullptr}, hidden);
+}
+
+Status Activation::OfColumns(const Call& call, std::int64_t rows, const float* z,
+                             float* hidden) const {
+  const std::int64_t numbers = rows * layer_.hidden;
+  if (HasFlag(layer_, format::kInterleaved)) {
+    return Run(call, {layer_.hidden, rows, 2 * rows, 1, z, z + rows}, hidden);
+  }
   const bool gated = HasFlag(layer_, format::kGated);
-  const bool interleaved = HasFlag(layer_, format::kInterleaved);
-  const std::int64_t hidden = layer_.hidden;
-  const Rows all =
-      interleaved ? Rows{hidden, rows, 2 * rows, z, z + rows, z, scratch}
-                  : Rows{1, hidden * rows, 0, z, gated ? z + hidden * rows : nullptr, z, scratch};
+  return Run(call, {1, numbers, 0, 1, z, gated ? z + numbers : nullptr}, hidden);
+}
+
+Status Activation::Run(const Call& call, const Layout& layout, float* hidden) const {
   const Op* const function = FunctionOf(layer_.activation) == nullptr ? nullptr : &function_;
   const auto same = [](float value) { return value; };
   const auto run = [&](const auto& argument, const auto& gate_of) {
-    return Run(call, function, all, argument, gate_of, same);
+    return Apply(call, function, layout, hidden, argument, gate_of, same);
   };
   const float limit = layer_.limit;
   const float alpha = layer_.alpha;
@@ -164,13 +187,13 @@ Status Activation::operator()(const Call& call, std::int64_t rows, float* z, flo
     case kRelu2:
       return run(same, [](float v, float) { return Least(v, 0) * Least(v, 0); });
     case kClampedSwiglu:
-      return Run(
-          call, function, all, [=](float v) { return alpha * Most(v, limit); },
+      return Apply(
+          call, function, layout, hidden, [=](float v) { return alpha * Most(v, limit); },
           [=](float v, float sigmoid) { return Swish(Most(v, limit), alpha, sigmoid); },
           [=](float up) { return clamped(up) + 1; });
     case kClampedSilu:
-      return Run(
-          call, function, all, [=](float v) { return Most(v, limit); },
+      return Apply(
+          call, function, layout, hidden, [=](float v) { return Most(v, limit); },
           [=](float v, float sigmoid) { return Swish(Most(v, limit), 1, sigmoid); }, clamped);
     case kQuickGelu:
       return run([](float v) { return kQuickGeluSlope * v; },

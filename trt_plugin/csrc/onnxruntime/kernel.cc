@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "onnxruntime/few_rows.h"
 #include "onnxruntime/router.h"
 
 namespace dynamo_moe::onnxruntime {
@@ -19,6 +20,12 @@ constexpr std::int64_t kResultNumbers = std::int64_t{1} << 25;
 constexpr std::int64_t kLeastBlockRows = 32;
 constexpr std::int64_t kMostBlockRows = 512;
 constexpr std::int64_t kLeastTokens = 1024;
+// A part of a product's result stays in the cache while the runtime sums parts of its depth; the
+// runtime takes as many columns at a time.
+constexpr std::int64_t kPartNumbers = std::int64_t{1} << 16;
+constexpr std::int64_t kPartColumns = 128;
+// From more rows on, to copy an expert's weights costs less than to sum columns.
+constexpr std::int64_t kMostColumns = 64;
 // Tokens of a piece of work that is little for each.
 constexpr std::int64_t kTokensAtOnce = 8;
 
@@ -91,6 +98,10 @@ void Transpose(const float* columns, std::int64_t rows, std::int64_t width, floa
       }
     }
   }
+}
+
+const float* BiasOf(const float* all, std::int64_t expert, std::int64_t count) {
+  return all == nullptr ? nullptr : all + expert * count;
 }
 
 }  // namespace
@@ -240,21 +251,23 @@ Status Kernel::ReadDtypes(const OrtKernelInfo* info) {
 
 Status Kernel::CreateOps(const OrtKernelInfo* info) {
   constexpr std::int32_t version = 13;
-  const auto product = [&](bool left_transposed, bool right_transposed, bool bias, Op* op) {
+  const auto product = [&](bool right_transposed, bool bias, Op* op) {
     return op->Create(api_, info, "Gemm", version, {{"T", kFloatElements}},
-                      {{"transA", false, left_transposed ? 1 : 0, 0},
+                      {{"transA", false, 0, 0},
                        {"transB", false, right_transposed ? 1 : 0, 0},
                        {"alpha", true, 0, 1},
                        {"beta", true, 0, 1}},
                       bias ? 3 : 2);
   };
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      product(HasFlag(layer_, format::kW1Transposed), true, Has(format::kB1), &up_));
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      product(HasFlag(layer_, format::kW2Transposed), false, Has(format::kB2), &down_));
+  const bool b1 = Has(format::kB1);
+  const bool b2 = Has(format::kB2);
+  DYNAMO_MOE_RETURN_IF_ERROR(product(true, b1, &up_columns_));
+  DYNAMO_MOE_RETURN_IF_ERROR(product(false, b2, &down_columns_));
+  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(layer_, format::kW1Transposed), b1, &up_rows_));
+  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(layer_, format::kW2Transposed), b2, &down_rows_));
   DYNAMO_MOE_RETURN_IF_ERROR(activation_.Create(api_, info, layer_));
   if (node_.op == format::kDropless) {
-    DYNAMO_MOE_RETURN_IF_ERROR(product(false, true, Has(format::kRouterBias), &router_));
+    DYNAMO_MOE_RETURN_IF_ERROR(product(true, Has(format::kRouterBias), &router_));
     if (!RanksByLogits(layer_)) {
       DYNAMO_MOE_RETURN_IF_ERROR(
           layer_.scoring == kSoftmax
@@ -358,10 +371,6 @@ Status Kernel::Round(const Call& call, std::uint32_t dtype, std::int64_t count,
   return widen_[dtype](call, {narrow}, wide);
 }
 
-Status Kernel::RoundToExperts(const Call& call, std::int64_t count, float* numbers) const {
-  return Round(call, dtypes_[format::kW1], count, numbers);
-}
-
 Status Kernel::Score(const Call& call, const Inputs& inputs, const float* x, Buffer<float>* logits,
                      Buffer<float>* scores) const {
   const std::int64_t tokens = inputs.tokens;
@@ -458,15 +467,13 @@ Status Kernel::Compute(OrtKernelContext* context) const {
     return {};
   }
   const std::int64_t width = layer_.width;
-  const std::int64_t rows = HasFlag(layer_, format::kGated) ? 2 * std::int64_t{layer_.hidden}
-                                                            : std::int64_t{layer_.hidden};
   const std::int64_t numbers = inputs.tokens * width;
   Buffer<float> x;
   Buffer<float> b1;
   Buffer<float> b2;
   DYNAMO_MOE_RETURN_IF_ERROR(Widen(call, inputs, format::kX, numbers, &x, &inputs.x));
   DYNAMO_MOE_RETURN_IF_ERROR(
-      Widen(call, inputs, format::kB1, layer_.experts * rows, &b1, &inputs.b1));
+      Widen(call, inputs, format::kB1, layer_.experts * UpRows(), &b1, &inputs.b1));
   DYNAMO_MOE_RETURN_IF_ERROR(
       Widen(call, inputs, format::kB2, layer_.experts * width, &b2, &inputs.b2));
   Routing routing;
@@ -564,7 +571,7 @@ Status Kernel::GatherRows(const Call& call, const Inputs& inputs, const Routing&
                    [weight](float number) { return weight * number; });
   }
   if (weighted || dtypes_[format::kX] != dtypes_[format::kW1]) {
-    DYNAMO_MOE_RETURN_IF_ERROR(RoundToExperts(call, block.rows * width, rows));
+    DYNAMO_MOE_RETURN_IF_ERROR(Round(call, dtypes_[format::kW1], block.rows * width, rows));
   }
   if (!HasFlag(layer_, format::kRmsNorm)) {
     return {};
@@ -579,58 +586,120 @@ Status Kernel::GatherRows(const Call& call, const Inputs& inputs, const Routing&
   return {};
 }
 
-Status Kernel::Multiply(const Call& call, const Op& product, format::Tensor weight,
-                        const void* weights, std::int64_t expert, const float* bias,
-                        const Matrix& right, const Matrix& result) const {
+Status Kernel::ReadExpert(const Call& call, const Inputs& inputs, format::Tensor weight,
+                          std::int64_t expert, Buffer<float>* copy, Matrix* matrix) const {
   const Shape shape = ShapeOf(layer_, weight);
-  Matrix left = {weights, shape.sizes[1], shape.sizes[2]};
-  const std::int64_t count = left.rows * left.columns;
   const std::uint32_t dtype = dtypes_[weight];
-  Buffer<float> wide;
+  const std::int64_t count = shape.sizes[1] * shape.sizes[2];
+  const void* const all = inputs.data[weight];
+  *matrix = {nullptr, shape.sizes[1], shape.sizes[2]};
   if (dtype == format::kFloat32) {
-    left.data = static_cast<const float*>(weights) + expert * count;
-  } else {
-    const void* const narrow = static_cast<const std::uint16_t*>(weights) + expert * count;
-    DYNAMO_MOE_RETURN_IF_ERROR(wide.Allocate(call, static_cast<std::size_t>(count)));
-    left.data = wide.data();
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        widen_[dtype](call, {{narrow, left.rows, left.columns, TypeOf(dtype)}}, left));
+    matrix->data = static_cast<const float*>(all) + expert * count;
+    return {};
   }
-  if (bias == nullptr) {
-    return product(call, {left, right}, result);
+  const void* const narrow = static_cast<const std::uint16_t*>(all) + expert * count;
+  DYNAMO_MOE_RETURN_IF_ERROR(copy->Allocate(call, static_cast<std::size_t>(count)));
+  matrix->data = copy->data();
+  return widen_[dtype](call, {{narrow, matrix->rows, matrix->columns, TypeOf(dtype)}}, *matrix);
+}
+
+Status Kernel::MultiplyColumns(const Call& call, const Op& product, const Matrix& matrix,
+                               const float* bias, const Matrix& columns,
+                               const Matrix& result) const {
+  const std::int64_t at_once = kPartNumbers / std::min(result.columns, kPartColumns);
+  for (std::int64_t row = 0; row < matrix.rows; row += at_once) {
+    const std::int64_t rows = std::min(at_once, matrix.rows - row);
+    const Matrix left = {static_cast<const float*>(matrix.data) + row * matrix.columns, rows,
+                         matrix.columns};
+    const Matrix part = {static_cast<const float*>(result.data) + row * result.columns, rows,
+                         result.columns};
+    DYNAMO_MOE_RETURN_IF_ERROR(bias == nullptr
+                                   ? product(call, {left, columns}, part)
+                                   : product(call, {left, columns, {bias + row, rows, 1}}, part));
   }
-  return product(call, {left, right, {bias + expert * result.rows, result.rows, 1}}, result);
+  return {};
+}
+
+Status Kernel::MultiplyRows(const Call& call, format::Tensor weight, const Matrix& matrix,
+                            const float* bias, const Matrix& rows, const Matrix& result) const {
+  const bool up = weight == format::kW1;
+  if (rows.rows <= kMostFewRows &&
+      !HasFlag(layer_, up ? format::kW1Transposed : format::kW2Transposed)) {
+    MultiplyFewRows(static_cast<const float*>(matrix.data), matrix.rows, matrix.columns, bias,
+                    static_cast<const float*>(rows.data), rows.rows,
+                    static_cast<float*>(const_cast<void*>(result.data)));
+    return {};
+  }
+  const Op& product = up ? up_rows_ : down_rows_;
+  return bias == nullptr ? product(call, {rows, matrix}, result)
+                         : product(call, {rows, matrix, {bias, 1, result.columns}}, result);
 }
 
 Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& routing,
                         const Slots& slots, const Block& block, float* results) const {
   const std::int64_t width = layer_.width;
-  const std::int64_t hidden = layer_.hidden;
-  const std::int64_t rows = HasFlag(layer_, format::kGated) ? 2 * hidden : hidden;
-  const std::int64_t count = block.rows;
   Buffer<float> buffer;
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      buffer.Allocate(call, static_cast<std::size_t>(count * (rows + hidden + 2 * width))));
-  float* const z = buffer.data();
-  float* const scratch = z + count * rows;
-  float* const x = scratch + count * hidden;
-  float* const y = x + count * width;
-  DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
-  DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, up_, format::kW1, inputs.data[format::kW1],
-                                      block.expert, inputs.b1, {x, count, width},
-                                      {z, rows, count}));
-  DYNAMO_MOE_RETURN_IF_ERROR(activation_(call, count, z, scratch));
-  DYNAMO_MOE_RETURN_IF_ERROR(RoundToExperts(call, hidden * count, z));
+  DYNAMO_MOE_RETURN_IF_ERROR(buffer.Allocate(
+      call, static_cast<std::size_t>(block.rows * (UpRows() + layer_.hidden + 2 * width))));
+  float* const x = buffer.data();
+  float* const rest = x + block.rows * width;
   float* const result = results + block.place * width;
-  // One column lies as a row does.
-  float* const product = count == 1 ? result : y;
-  DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, down_, format::kW2, inputs.data[format::kW2],
-                                      block.expert, inputs.b2, {z, hidden, count},
-                                      {product, width, count}));
-  if (count > 1) {
-    Transpose(y, count, width, result);
-  }
+  DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
+  const bool columns = block.rows > kMostFewRows && block.rows <= kMostColumns &&
+                       !HasFlag(layer_, format::kW1Transposed) &&
+                       !HasFlag(layer_, format::kW2Transposed);
+  return columns ? RunColumns(call, inputs, block, x, rest, result)
+                 : RunRows(call, inputs, block, x, rest, result);
+}
+
+Status Kernel::RunColumns(const Call& call, const Inputs& inputs, const Block& block,
+                          const float* x, float* buffer, float* results) const {
+  const std::int64_t width = layer_.width;
+  const std::int64_t hidden = layer_.hidden;
+  const std::int64_t up_rows = UpRows();
+  const std::int64_t count = block.rows;
+  float* const z = buffer;
+  float* const h = z + count * up_rows;
+  float* const y = h + count * hidden;
+  Buffer<float> w1_copy;
+  Matrix w1;
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadExpert(call, inputs, format::kW1, block.expert, &w1_copy, &w1));
+  DYNAMO_MOE_RETURN_IF_ERROR(MultiplyColumns(call, up_columns_, w1,
+                                             BiasOf(inputs.b1, block.expert, up_rows),
+                                             {x, count, width}, {z, up_rows, count}));
+  DYNAMO_MOE_RETURN_IF_ERROR(activation_.OfColumns(call, count, z, h));
+  DYNAMO_MOE_RETURN_IF_ERROR(Round(call, dtypes_[format::kW1], hidden * count, h));
+  Buffer<float> w2_copy;
+  Matrix w2;
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadExpert(call, inputs, format::kW2, block.expert, &w2_copy, &w2));
+  DYNAMO_MOE_RETURN_IF_ERROR(MultiplyColumns(call, down_columns_, w2,
+                                             BiasOf(inputs.b2, block.expert, width),
+                                             {h, hidden, count}, {y, width, count}));
+  Transpose(y, count, width, results);
   return {};
+}
+
+Status Kernel::RunRows(const Call& call, const Inputs& inputs, const Block& block, const float* x,
+                       float* buffer, float* results) const {
+  const std::int64_t width = layer_.width;
+  const std::int64_t hidden = layer_.hidden;
+  const std::int64_t up_rows = UpRows();
+  const std::int64_t count = block.rows;
+  float* const z = buffer;
+  float* const h = z + count * up_rows;
+  Buffer<float> w1_copy;
+  Matrix w1;
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadExpert(call, inputs, format::kW1, block.expert, &w1_copy, &w1));
+  DYNAMO_MOE_RETURN_IF_ERROR(MultiplyRows(call, format::kW1, w1,
+                                          BiasOf(inputs.b1, block.expert, up_rows),
+                                          {x, count, width}, {z, count, up_rows}));
+  DYNAMO_MOE_RETURN_IF_ERROR(activation_.OfRows(call, count, z, h));
+  DYNAMO_MOE_RETURN_IF_ERROR(Round(call, dtypes_[format::kW1], hidden * count, h));
+  Buffer<float> w2_copy;
+  Matrix w2;
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadExpert(call, inputs, format::kW2, block.expert, &w2_copy, &w2));
+  return MultiplyRows(call, format::kW2, w2, BiasOf(inputs.b2, block.expert, width),
+                      {h, count, hidden}, {results, count, width});
 }
 
 void Kernel::Combine(const Inputs& inputs, const Routing& routing, const Slots& slots,

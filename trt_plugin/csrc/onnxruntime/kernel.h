@@ -1,8 +1,9 @@
 // DroplessMoE and DroplessMoEExperts on the CPU, with ONNX Runtime's own products.
 //
-// Each expert's product is that of its weight and its tokens, in this order: the runtime reads the
-// left matrix as it lies and copies the right one, and the tokens are much less. So hidden rows are
-// columns.
+// How an expert's product is computed depends on its tokens. A few are rows, and the loops are our
+// own: such a product takes as long as the weights take to be read. Of some more, hidden rows are
+// columns, the product that of the weight and the tokens, in this order: the runtime reads the left
+// matrix as it lies and copies the right one, and the tokens are less. Many are rows again.
 //
 // Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K experts
 // per token, R rows of one expert.
@@ -55,8 +56,7 @@ class Kernel {
   // Numbers of an input in float32: the input itself, or a copy.
   Status Widen(const Call& call, const Inputs& inputs, format::Tensor tensor, std::int64_t count,
                Buffer<float>* copy, const float** numbers) const;
-  // Rounds numbers to the experts' dtype.
-  Status RoundToExperts(const Call& call, std::int64_t count, float* numbers) const;
+  // Rounds numbers to a dtype.
   Status Round(const Call& call, std::uint32_t dtype, std::int64_t count, float* numbers) const;
 
   Status Route(const Call& call, const Inputs& inputs, const float* x, Routing* routing) const;
@@ -70,10 +70,23 @@ class Kernel {
                   const Slots& slots, const Block& block, float* results) const;
   Status GatherRows(const Call& call, const Inputs& inputs, const Routing& routing,
                     const Slots& slots, const Block& block, float* rows) const;
-  // One expert's product, for R columns; the bias may be null.
-  Status Multiply(const Call& call, const Op& product, format::Tensor weight, const void* weights,
-                  std::int64_t expert, const float* bias, const Matrix& right,
-                  const Matrix& result) const;
+  // One expert's two products with the activation between; x is [R, D].
+  Status RunColumns(const Call& call, const Inputs& inputs, const Block& block, const float* x,
+                    float* buffer, float* results) const;
+  Status RunRows(const Call& call, const Inputs& inputs, const Block& block, const float* x,
+                 float* buffer, float* results) const;
+  // An expert's matrix in float32: the input itself, or a copy.
+  Status ReadExpert(const Call& call, const Inputs& inputs, format::Tensor weight,
+                    std::int64_t expert, Buffer<float>* copy, Matrix* matrix) const;
+  // The product of an expert's matrix and R columns, in parts of the result that stay in the cache.
+  Status MultiplyColumns(const Call& call, const Op& product, const Matrix& matrix,
+                         const float* bias, const Matrix& columns, const Matrix& result) const;
+  // The product of R rows [R, in] and an expert's matrix.
+  Status MultiplyRows(const Call& call, format::Tensor weight, const Matrix& matrix,
+                      const float* bias, const Matrix& rows, const Matrix& result) const;
+  std::int64_t UpRows() const {
+    return (HasFlag(layer_, format::kGated) ? 2 : 1) * std::int64_t{layer_.hidden};
+  }
   void Combine(const Inputs& inputs, const Routing& routing, const Slots& slots,
                const float* results, std::int64_t token, float* y) const;
 
@@ -86,8 +99,10 @@ class Kernel {
   Owned<OrtMemoryInfo> memory_{nullptr, {nullptr}};
   Op router_;
   Op score_;
-  Op up_;
-  Op down_;
+  Op up_columns_;
+  Op down_columns_;
+  Op up_rows_;
+  Op down_rows_;
   Activation activation_;
   // By the code of the dtype in half precision.
   std::array<Op, format::kBfloat16 + 1> widen_;
