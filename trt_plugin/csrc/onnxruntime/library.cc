@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,10 +20,12 @@ namespace {
 constexpr const char* kDomain = "moe";
 constexpr const char* kProvider = "CPUExecutionProvider";
 
-// A node's operator. The runtime passes it to each of its functions.
+// A node's operator, for tokens of one dtype: old versions of the runtime do not find out the dtype
+// of a result otherwise. The runtime passes it to each of its functions.
 struct LayerOp : CustomOp {
   Api api;
   format::Operator op;
+  ElementType tokens;
 };
 
 const LayerOp& Self(const CustomOp* op) { return *static_cast<const LayerOp*>(op); }
@@ -70,15 +73,18 @@ OrtStatus* InferShape(const CustomOp* self, OrtShapeInferContext* context) {
   return status != nullptr ? status : api.ShapeInferContext_SetOutputTypeShape(context, 0, x);
 }
 
-void MakeOp(const Api& api, format::Operator kind, LayerOp* op) {
+void MakeOp(const Api& api, format::Operator kind, ElementType tokens, LayerOp* op) {
   op->api = api;
   op->op = kind;
+  op->tokens = tokens;
   op->version = kApiVersion;
   op->get_name = [](const CustomOp* self) { return NameOf(NodeOf(self)); };
   op->get_provider = [](const CustomOp*) { return kProvider; };
-  op->get_input_type = [](const CustomOp*, std::size_t) { return kUndefined; };
+  op->get_input_type = [](const CustomOp* self, std::size_t index) {
+    return index == 0 ? Self(self).tokens : kUndefined;
+  };
   op->get_input_count = [](const CustomOp* self) { return InputsOf(NodeOf(self)).size(); };
-  op->get_output_type = [](const CustomOp*, std::size_t) { return kUndefined; };
+  op->get_output_type = [](const CustomOp* self, std::size_t) { return Self(self).tokens; };
   op->get_output_count = [](const CustomOp*) -> std::size_t { return 1; };
   op->destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op->get_input_characteristic = [](const CustomOp* self, std::size_t index) {
@@ -100,18 +106,21 @@ void MakeOp(const Api& api, format::Operator kind, LayerOp* op) {
 
 // The operators of one copy of the runtime. They stay: sessions use them until the process ends.
 struct Ops {
-  LayerOp dropless;
-  LayerOp experts;
+  std::list<LayerOp> all;
   OrtCustomOpDomain* domain = nullptr;
 };
 
 Status MakeOps(const Api& api, Ops* ops) {
-  MakeOp(api, format::kDropless, &ops->dropless);
-  MakeOp(api, format::kExpertsOnly, &ops->experts);
   OrtCustomOpDomain* domain = nullptr;
   DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CreateCustomOpDomain(kDomain, &domain)));
-  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CustomOpDomain_Add(domain, &ops->dropless)));
-  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CustomOpDomain_Add(domain, &ops->experts)));
+  for (const format::Operator op : {format::kDropless, format::kExpertsOnly}) {
+    // Kernels refuse float64, with a message of their own.
+    for (const ElementType tokens :
+         {kFloatElements, kFloat16Elements, kBfloat16Elements, kDoubleElements}) {
+      MakeOp(api, op, tokens, &ops->all.emplace_back());
+      DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CustomOpDomain_Add(domain, &ops->all.back())));
+    }
+  }
   ops->domain = domain;
   return {};
 }
