@@ -44,13 +44,17 @@ void MultiplyFewRows(const float* weight, std::int64_t out, std::int64_t in, con
                      const float* rows, std::int64_t count, float* result) {
   switch (count) {
     case 1:
-      return Multiply<1>(weight, out, in, bias, rows, result);
+      Multiply<1>(weight, out, in, bias, rows, result);
+      break;
     case 2:
-      return Multiply<2>(weight, out, in, bias, rows, result);
+      Multiply<2>(weight, out, in, bias, rows, result);
+      break;
     case 3:
-      return Multiply<3>(weight, out, in, bias, rows, result);
+      Multiply<3>(weight, out, in, bias, rows, result);
+      break;
     default:
-      return Multiply<kMostFewRows>(weight, out, in, bias, rows, result);
+      Multiply<kMostFewRows>(weight, out, in, bias, rows, result);
+      break;
   }
 }
 

@@ -358,6 +358,9 @@ Status Kernel::Widen(const Call& call, const Inputs& inputs, format::Tensor tens
   return widen_[dtype](call, {{data, 1, count, TypeOf(dtype)}}, {copy->data(), 1, count});
 }
 
+// The runtime writes to memory that a Matrix names.
+// NOLINTBEGIN(readability-non-const-parameter,misc-const-correctness)
+
 Status Kernel::Round(const Call& call, std::uint32_t dtype, std::int64_t count,
                      float* numbers) const {
   if (dtype == format::kFloat32) {
@@ -512,7 +515,9 @@ Status Kernel::RunExperts(const Call& call, const Inputs& inputs, const Routing&
   slots.starts.assign(static_cast<std::size_t>(experts) + 1, 0);
   const auto count = static_cast<std::size_t>(tokens * top_k);
   for (std::size_t slot = 0; slot < count; ++slot) {
-    slots.starts[static_cast<std::size_t>(ids[slot] + 1)] += ids[slot] < 0 ? 0 : 1;
+    if (ids[slot] >= 0) {
+      ++slots.starts[static_cast<std::size_t>(ids[slot]) + 1];
+    }
   }
   std::partial_sum(slots.starts.begin(), slots.starts.end(), slots.starts.begin());
   const auto used = static_cast<std::size_t>(slots.starts.back());
@@ -604,8 +609,7 @@ Status Kernel::ReadExpert(const Call& call, const Inputs& inputs, format::Tensor
 }
 
 Status Kernel::MultiplyColumns(const Call& call, const Op& product, const Matrix& matrix,
-                               const float* bias, const Matrix& columns,
-                               const Matrix& result) const {
+                               const float* bias, const Matrix& columns, const Matrix& result) {
   const std::int64_t at_once = kPartNumbers / std::min(result.columns, kPartColumns);
   for (std::int64_t row = 0; row < matrix.rows; row += at_once) {
     const std::int64_t rows = std::min(at_once, matrix.rows - row);
@@ -701,6 +705,8 @@ Status Kernel::RunRows(const Call& call, const Inputs& inputs, const Block& bloc
   return MultiplyRows(call, format::kW2, w2, BiasOf(inputs.b2, block.expert, width),
                       {h, count, hidden}, {results, count, width});
 }
+
+// NOLINTEND(readability-non-const-parameter,misc-const-correctness)
 
 void Kernel::Combine(const Inputs& inputs, const Routing& routing, const Slots& slots,
                      const float* results, std::int64_t token, float* y) const {

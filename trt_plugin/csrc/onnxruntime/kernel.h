@@ -79,8 +79,8 @@ class Kernel {
   Status ReadExpert(const Call& call, const Inputs& inputs, format::Tensor weight,
                     std::int64_t expert, Buffer<float>* copy, Matrix* matrix) const;
   // The product of an expert's matrix and R columns, in parts of the result that stay in the cache.
-  Status MultiplyColumns(const Call& call, const Op& product, const Matrix& matrix,
-                         const float* bias, const Matrix& columns, const Matrix& result) const;
+  static Status MultiplyColumns(const Call& call, const Op& product, const Matrix& matrix,
+                                const float* bias, const Matrix& columns, const Matrix& result);
   // The product of R rows [R, in] and an expert's matrix.
   Status MultiplyRows(const Call& call, format::Tensor weight, const Matrix& matrix,
                       const float* bias, const Matrix& rows, const Matrix& result) const;

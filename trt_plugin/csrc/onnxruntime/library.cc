@@ -1,11 +1,13 @@
 // What ONNX Runtime looks for in a library of operators.
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "bundle/format.h"
 #include "dynamo_moe.h"
@@ -41,7 +43,8 @@ std::string NodeName(const Api& api, const OrtKernelInfo* info) {
       name.clear();
     }
   }
-  return Printable(name.c_str());
+  name.resize(std::strlen(name.c_str()));
+  return Printable(name);
 }
 
 OrtStatus* CreateKernel(const CustomOp* self, const OrtApi* /*api*/, const OrtKernelInfo* info,
@@ -59,6 +62,7 @@ OrtStatus* CreateKernel(const CustomOp* self, const OrtApi* /*api*/, const OrtKe
   return Give(op.api, status);
 }
 
+// NOLINTBEGIN(misc-const-correctness): the types are the interface's.
 OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
   const Kernel& computed = *static_cast<const Kernel*>(kernel);
   return Give(computed.api(), Caught([&] { return computed.Compute(context); }));
@@ -72,6 +76,7 @@ OrtStatus* InferShape(const CustomOp* self, OrtShapeInferContext* context) {
   // The runtime releases it with the context.
   return status != nullptr ? status : api.ShapeInferContext_SetOutputTypeShape(context, 0, x);
 }
+// NOLINTEND(misc-const-correctness)
 
 void MakeOp(const Api& api, format::Operator kind, ElementType tokens, LayerOp* op) {
   op->api = api;
@@ -128,7 +133,7 @@ Status MakeOps(const Api& api, Ops* ops) {
 Status Register(const Api& api, const OrtApi* runtime, OrtSessionOptions* options) {
   static std::mutex mutex;
   static auto* const all = new std::map<const OrtApi*, Ops>;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   Ops& ops = (*all)[runtime];
   if (ops.domain == nullptr) {
     DYNAMO_MOE_RETURN_IF_ERROR(MakeOps(api, &ops));

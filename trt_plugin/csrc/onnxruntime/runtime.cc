@@ -94,7 +94,7 @@ Status Op::operator()(const Call& call, std::initializer_list<Matrix> inputs,
     ++count;
   }
   DYNAMO_MOE_RETURN_IF_ERROR(MakeValue(call, output, &values[count]));
-  OrtValue* const result = values[count].get();
+  OrtValue* const result = values[count].get();  // NOLINT(misc-const-correctness): written to.
   return Take(api, api.InvokeOp(call.context(), op_.get(), given.data(),
                                 static_cast<std::int32_t>(count), &result, 1));
 }

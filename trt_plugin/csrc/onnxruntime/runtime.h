@@ -76,7 +76,7 @@ class Call {
       }
       Status status = Caught([&] { return all.function(index); });
       if (!status.ok()) {
-        const std::lock_guard<std::mutex> lock(all.mutex);
+        const std::scoped_lock lock(all.mutex);
         if (!all.failed.exchange(true)) {
           all.error = std::move(status);
         }
