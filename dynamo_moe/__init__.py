@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dynamo_moe.operators.functions import FunctionOp, op_from_function
     from dynamo_moe.operators.registration import register_op
     from dynamo_moe.quantization import QuantizationReport, quantize
+    from dynamo_moe.sessions import session
     from dynamo_moe.tolerances import Tolerance
     from dynamo_moe.training import TrainingReport, export_training
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
@@ -63,6 +64,8 @@ __all__ = [
     "onnx_translation_table",
     # Generating
     "generate",
+    # Running in ONNX Runtime with the native library
+    "session",
     # Training
     "export_training",
     "TrainingReport",
@@ -105,6 +108,7 @@ _HOME = {
     "ExportReport": "export_report",
     "onnx_translation_table": "moe_nodes.translation",
     "generate": "generation",
+    "session": "sessions",
     "export_training": "training",
     "TrainingReport": "training",
     "register_op": "operators.registration",

@@ -18,13 +18,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def open_session(
-    path: Path, threads: int | None = None, entries: Mapping[str, str] | None = None
+    path: Path,
+    threads: int | None = None,
+    entries: Mapping[str, str] | None = None,
+    *,
+    library: Path | None = None,
 ) -> Any:
-    """Loads a file, with default options but for the number of threads, and session entries."""
+    """Loads a file, with default options but for threads, session entries, custom operators."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     if threads is not None:
         options.intra_op_num_threads = threads
     for key, value in (entries or {}).items():

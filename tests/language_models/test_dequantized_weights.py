@@ -180,7 +180,7 @@ def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
     """ONNX Runtime's target joins queries, keys and values only where they are plain."""
     folder = checkpoint(tmp_path / "model", "int4", hidden_size=192, intermediate_size=320)
     report = exported(folder, target="onnxruntime")
-    assert report.nodes["MatMulNBits"] == 7 * LAYERS
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * LAYERS
     assert "Split" not in report.nodes
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 

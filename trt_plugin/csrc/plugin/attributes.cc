@@ -32,10 +32,6 @@ constexpr PluginFieldType TypeOf(const format::Option& option) {
                                                : PluginFieldType::kINT32;
 }
 
-bool HasOption(const Node& node, const format::Option& option) {
-  return (!option.router || node.op == format::kDropless) && !(option.plain && node.packed);
-}
-
 std::size_t IndexOf(Version version) {
   return (version.offloaded ? 1U : 0U) + (version.rare ? 2U : 0U);
 }
@@ -151,7 +147,7 @@ class Fields {
     }
     auto code = static_cast<std::uint32_t>(option.initial);
     if (field != nullptr && option.type == format::Option::kName) {
-      DYNAMO_MOE_RETURN_IF_ERROR(Choice(option, TextOf(*field), &code));
+      DYNAMO_MOE_RETURN_IF_ERROR(ReadName(option, TextOf(*field), &code));
     } else if (field != nullptr) {
       const bool flag = option.type == format::Option::kBool;
       const auto least = static_cast<std::int64_t>(option.least);
@@ -186,31 +182,6 @@ class Fields {
       known += Text(i == 0 ? "" : ", ", known_[i].name);
     }
     return InvalidArgument("unknown attribute ", name, "; known are ", known);
-  }
-
-  static Status CheckNumber(const format::Option& option, float number) {
-    if (!std::isfinite(number)) {
-      return InvalidArgument("attribute ", option.attribute, " must be finite, got ", number);
-    }
-    if (option.rule != nullptr && !(number >= option.least)) {
-      return InvalidArgument("attribute ", option.attribute, " must be ", option.rule, ", got ",
-                             number);
-    }
-    return {};
-  }
-
-  static Status Choice(const format::Option& option, const std::string& given,
-                       std::uint32_t* code) {
-    std::string known;
-    for (std::uint32_t i = 0; i < option.count; ++i) {
-      if (given == option.names[i]) {
-        *code = i;
-        return {};
-      }
-      known += Text(i == 0 ? "" : ", ", option.names[i]);
-    }
-    return InvalidArgument("attribute ", option.attribute, " must be one of ", known, "; got '",
-                           Printable(given), "'");
   }
 
   static Status CheckType(const PluginField& field, PluginFieldType type) {
@@ -292,43 +263,10 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
       DYNAMO_MOE_RETURN_IF_ERROR(fields.Read(option, layer));
     }
   }
-  const bool clamped = format::IsClamped(layer->activation);
-  const bool gated = (layer->flags & format::kGated) != 0;
-  if (!gated && (clamped || (layer->flags & format::kInterleaved) != 0)) {
-    return clamped ? InvalidArgument("activation ", format::kActivationNames[layer->activation],
-                                     " needs attribute gated")
-                   : InvalidArgument("attribute interleaved needs attribute gated");
-  }
-  if (layer->group_scoring == format::kNoGroups && layer->n_group > 1) {
-    return InvalidArgument("attribute n_group needs attribute group_scoring");
-  }
-  if (const std::string error = GroupsError(*layer); !error.empty()) {
-    return InvalidArgument("attribute ", error);
-  }
-  // A token may choose among all experts.
-  if (layer->n_group == layer->topk_group) {
-    layer->group_scoring = format::kNoGroups;
-  }
-  for (const format::Option& option : format::kOptions) {
-    if (!HasEffect(*layer, option)) {
-      SetCode(option, 0, layer);
-    }
-  }
-  return {};
+  return CompleteOptions(layer);
 }
 
 }  // namespace
-
-const char* NameOf(const Node& node) {
-  if (node.packed) {
-    return node.op == format::kDropless ? "DroplessMoEPacked" : "DroplessMoEExpertsPacked";
-  }
-  return node.op == format::kDropless ? "DroplessMoE" : "DroplessMoEExperts";
-}
-
-Node NodeOf(const dynamo_moe_layer& layer) {
-  return {static_cast<format::Operator>(layer.op), FormatOf(layer).IsPacked()};
-}
 
 const char* NameOf(Version version) { return kVersionNames[IndexOf(version)]; }
 
@@ -403,16 +341,6 @@ std::string TextOf(const PluginField& field) {
     text.pop_back();
   }
   return text;
-}
-
-std::string Printable(std::string_view text, std::size_t longest) {
-  std::string printable(text.substr(0, longest));
-  for (char& each : printable) {
-    if (static_cast<unsigned char>(each) < 32 || each == 127) {
-      each = '?';
-    }
-  }
-  return printable + (text.size() > longest ? "..." : "");
 }
 
 }  // namespace dynamo_moe::plugin

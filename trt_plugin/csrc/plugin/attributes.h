@@ -3,22 +3,16 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 
 #include "bundle/layer.h"
+#include "node/node.h"
 #include "plugin/tensorrt_abi.h"
 #include "status.h"
 
 namespace dynamo_moe::plugin {
 
-// A kind of node: an operator, whose weights are as they are, or packed. Each has its plugin.
-struct Node {
-  format::Operator op;
-  bool packed;
-};
-// Its name in ONNX and in TensorRT's registry.
-const char* NameOf(const Node& node);
-Node NodeOf(const dynamo_moe_layer& layer);
+// Beside that of a version.
+using dynamo_moe::NameOf;
 
 // A plugin's version. TensorRT's parser warns of each field that a node lacks, so there are further
 // versions with the fields that most nodes lack: of offloaded layers, of rare options, of both.
@@ -69,8 +63,5 @@ Status ReadAttributes(const Node& node, Version version,
 
 // The text of a field of type CHAR, with or without a terminator.
 std::string TextOf(const nvinfer1::PluginField& field);
-
-// A field's text for a message: without control characters, and cut to a length.
-std::string Printable(std::string_view text, std::size_t longest = 64);
 
 }  // namespace dynamo_moe::plugin

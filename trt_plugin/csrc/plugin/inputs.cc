@@ -16,69 +16,7 @@ using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-constexpr format::Tensor kDroplessInputs[] = {format::kX,  format::kRouterWeight, format::kW1,
-                                              format::kW2, format::kRouterBias,   format::kB1,
-                                              format::kB2, format::kSelectionBias};
-constexpr format::Tensor kExpertsInputs[] = {
-    format::kX,  format::kExpertIds, format::kExpertWeights, format::kW1, format::kW2,
-    format::kB1, format::kB2};
-constexpr format::Tensor kDroplessPackedInputs[] = {format::kX,
-                                                    format::kRouterWeight,
-                                                    format::kW1,
-                                                    format::kW2,
-                                                    format::kW1Scales,
-                                                    format::kW2Scales,
-                                                    format::kW1ZeroPoints,
-                                                    format::kW2ZeroPoints,
-                                                    format::kW1GlobalScales,
-                                                    format::kW2GlobalScales,
-                                                    format::kRouterBias,
-                                                    format::kB1,
-                                                    format::kB2,
-                                                    format::kSelectionBias};
-constexpr format::Tensor kExpertsPackedInputs[] = {format::kX,
-                                                   format::kExpertIds,
-                                                   format::kExpertWeights,
-                                                   format::kW1,
-                                                   format::kW2,
-                                                   format::kW1Scales,
-                                                   format::kW2Scales,
-                                                   format::kW1ZeroPoints,
-                                                   format::kW2ZeroPoints,
-                                                   format::kW1GlobalScales,
-                                                   format::kW2GlobalScales,
-                                                   format::kB1,
-                                                   format::kB2};
-static_assert(std::size(kDroplessPackedInputs) == kMaxInputs);
-static_assert(std::size(kExpertsPackedInputs) <= kMaxInputs);
-
 constexpr std::int64_t kUnknown = -1;
-
-bool IsZeroPoints(format::Tensor tensor) {
-  return tensor == format::kW1ZeroPoints || tensor == format::kW2ZeroPoints;
-}
-
-bool IsGlobalScales(format::Tensor tensor) {
-  return tensor == format::kW1GlobalScales || tensor == format::kW2GlobalScales;
-}
-
-// Whether nodes may have a tensor that their format has no use for, so that biases can come behind.
-bool IsIgnored(const dynamo_moe_layer& layer, format::Tensor tensor) {
-  return (IsZeroPoints(tensor) && !FormatOf(layer).has_zero_points) ||
-         (IsGlobalScales(tensor) && !FormatOf(layer).has_global_scales);
-}
-
-bool IsOptional(format::Tensor tensor) {
-  return tensor == format::kRouterBias || tensor == format::kSelectionBias ||
-         tensor == format::kB1 || tensor == format::kB2 || IsZeroPoints(tensor) ||
-         IsGlobalScales(tensor);
-}
-
-std::size_t RequiredInputs(const Node& node) {
-  const Span<format::Tensor> inputs = InputsOf(node);
-  return static_cast<std::size_t>(std::find_if(inputs.begin(), inputs.end(), &IsOptional) -
-                                  inputs.begin());
-}
 
 bool IsEmpty(const Dims& dims) {
   const std::int64_t* const end = dims.d + std::clamp(dims.nbDims, 0, std::int32_t{Dims::MAX_DIMS});
@@ -92,79 +30,6 @@ std::string ShapeText(const Dims& dims) {
     text += Text(axis == 0 ? "" : ", ", dims.d[axis]);
   }
   return text + "]";
-}
-
-// A weight's shape. Tensors of tokens may have any number of dimensions before their last.
-struct Shape {
-  std::int64_t sizes[3];
-  std::int32_t rank;
-};
-
-bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
-
-// Of each expert's matrix, (out, in) or, where it lies transposed, (in, out).
-Shape MatrixShape(std::int64_t experts, std::int64_t out, std::int64_t in, bool transposed) {
-  return transposed ? Shape{{experts, in, out}, 3} : Shape{{experts, out, in}, 3};
-}
-
-// One scale or zero point for each block of each expert's matrix.
-Shape ScalesShape(const dynamo_moe_layer& layer, std::int64_t out, std::int64_t in) {
-  return {
-      {layer.experts, static_cast<std::int64_t>(BlockRows(layer, static_cast<std::uint64_t>(out))),
-       static_cast<std::int64_t>(BlockColumns(layer, static_cast<std::uint64_t>(in)))},
-      3};
-}
-
-Shape ZeroPointsShape(const dynamo_moe_layer& layer, std::int64_t out, std::int64_t in) {
-  return layer.zero_points == format::kOneForEachScale ? ScalesShape(layer, out, in)
-                                                       : Shape{{layer.experts, 1, 1}, 3};
-}
-
-bool LiesInFile(format::Tensor tensor) {
-  return tensor == format::kW1 || tensor == format::kW1Scales || tensor == format::kW2 ||
-         tensor == format::kW2Scales || IsZeroPoints(tensor) || IsGlobalScales(tensor);
-}
-
-Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
-  if (layer.resident_experts != 0 && LiesInFile(tensor)) {
-    // In place of what lies in a file.
-    const bool one = IsZeroPoints(tensor) && layer.zero_points == format::kOneForEachExpert;
-    return one ? Shape{{1, 1, 1}, 3} : Shape{{1}, 1};
-  }
-  const std::int64_t experts = layer.experts;
-  const std::int64_t width = layer.width;
-  const std::int64_t hidden = layer.hidden;
-  const std::int64_t rows = Has(layer, format::kGated) ? 2 * hidden : hidden;
-  const std::int64_t per_element = FormatOf(layer).per_element;
-  switch (tensor) {
-    case format::kRouterWeight:
-      return {{experts, width}, 2};
-    case format::kRouterBias:
-    case format::kSelectionBias:
-      return {{experts}, 1};
-    case format::kW1:
-      return MatrixShape(experts, rows, width / per_element, Has(layer, format::kW1Transposed));
-    case format::kW1Scales:
-      return ScalesShape(layer, rows, width);
-    case format::kW1ZeroPoints:
-      return ZeroPointsShape(layer, rows, width);
-    case format::kW1GlobalScales:
-      return {{experts, rows, 1}, 3};
-    case format::kB1:
-      return {{experts, rows}, 2};
-    case format::kW2:
-      return MatrixShape(experts, width, hidden / per_element, Has(layer, format::kW2Transposed));
-    case format::kW2Scales:
-      return ScalesShape(layer, width, hidden);
-    case format::kW2ZeroPoints:
-      return ZeroPointsShape(layer, width, hidden);
-    case format::kW2GlobalScales:
-      return {{experts, width, 1}, 3};
-    case format::kB2:
-      return {{experts, width}, 2};
-    default:
-      return {{}, 0};
-  }
 }
 
 bool SameSize(std::int64_t a, std::int64_t b) { return a == b || a == kUnknown || b == kUnknown; }
@@ -307,17 +172,6 @@ Status Gather(const Node& node, const Description* in, std::int32_t inputs, cons
 
 }  // namespace
 
-Span<format::Tensor> InputsOf(const Node& node) {
-  if (node.packed) {
-    return node.op == format::kDropless
-               ? Span<format::Tensor>(kDroplessPackedInputs, std::size(kDroplessPackedInputs))
-               : Span<format::Tensor>(kExpertsPackedInputs, std::size(kExpertsPackedInputs));
-  }
-  return node.op == format::kDropless
-             ? Span<format::Tensor>(kDroplessInputs, std::size(kDroplessInputs))
-             : Span<format::Tensor>(kExpertsInputs, std::size(kExpertsInputs));
-}
-
 Status CheckCounts(const Node& node, std::int32_t inputs, std::int32_t outputs) {
   const auto required = static_cast<std::int32_t>(RequiredInputs(node));
   const auto most = static_cast<std::int32_t>(InputsOf(node).size());
@@ -383,12 +237,6 @@ std::uint32_t DtypeCode(DataType type) {
   }
 }
 
-const char* NameOf(format::Tensor tensor) {
-  return tensor < format::kTensors ? format::kTensorNames[tensor] : "no tensor";
-}
-
-const char* DtypeName(std::uint32_t code) { return format::kDataTypeNames[code]; }
-
 std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
   switch (tensor) {
     case format::kX:
@@ -403,9 +251,9 @@ std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kSelectionBias:
       return layer.selection_dtype;
     case format::kB1:
-      return Has(layer, format::kHasB1) ? layer.experts_dtype : format::kNone;
+      return HasFlag(layer, format::kHasB1) ? layer.experts_dtype : format::kNone;
     case format::kB2:
-      return Has(layer, format::kHasB2) ? layer.experts_dtype : format::kNone;
+      return HasFlag(layer, format::kHasB2) ? layer.experts_dtype : format::kNone;
     case format::kW1Scales:
     case format::kW2Scales:
       return layer.scales_dtype;

@@ -16,11 +16,7 @@
 
 namespace dynamo_moe::plugin {
 
-inline constexpr std::int32_t kMaxInputs = 14;
 inline constexpr std::int32_t kOutputs = 1;
-
-// The tensors in the order of the node's inputs.
-Span<format::Tensor> InputsOf(const Node& node);
 
 Status CheckCounts(const Node& node, std::int32_t inputs, std::int32_t outputs);
 
@@ -54,9 +50,6 @@ Status MakeCallUpTo(std::int32_t position, const Node& node,
 
 // 0 for types that the kernels do not take.
 std::uint32_t DtypeCode(nvinfer1::DataType type);
-
-const char* NameOf(format::Tensor tensor);
-const char* DtypeName(std::uint32_t code);
 
 // The code of a tensor's dtype in a layer; 0 where the layer lacks the tensor.
 std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor);

@@ -75,9 +75,9 @@ extern "C" DYNAMO_MOE_API void setLoggerFinder(void* finder) {
 
 extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
     std::int32_t& count) {
+  using dynamo_moe::Node;
   using dynamo_moe::format::kDropless;
   using dynamo_moe::format::kExpertsOnly;
-  using dynamo_moe::plugin::Node;
   static const auto* const creators = [] {
     auto* const made = new std::vector<nvinfer1::IPluginCreatorInterface*>;
     for (const Node& node : {Node{kDropless, false}, Node{kExpertsOnly, false},

@@ -1,0 +1,150 @@
+"""``dynamo_moe.session``: exported files in ONNX Runtime with the native library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynamo_moe
+from body_layers import BIASED, DOUBLE, GATED, HALF, Layer, changed, check, oracle, run, to_model
+from dynamo_moe.moe_nodes.bodies import body
+from moe_cases import make_case
+
+
+class Model(nn.Module):
+    """A layer of a case."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        case = make_case("dropless", **options)
+        self.top_k = case.arguments.pop("top_k")
+        self.options = case.options
+        self.names = list(case.arguments)
+        for name, value in case.arguments.items():
+            if name != "x" and value is not None:
+                self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {name: getattr(self, name, None) for name in self.names if name != "x"}
+        return torch.ops.moe.dropless(x, **given, top_k=self.top_k, **self.options)
+
+
+def nodes_of(session: ort.InferenceSession, path: Path, x: np.ndarray) -> set[str]:
+    """What the session ran, by a profile."""
+    session.run(None, {"x": x})
+    events = json.loads(Path(session.end_profiling()).read_text())
+    return {event.get("args", {}).get("op_name", "") for event in events}
+
+
+def profiled(tmp_path: Path) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    return options
+
+
+@pytest.mark.parametrize("external_data", [False, True])
+def test_an_exported_file(tmp_path: Path, external_data: bool) -> None:
+    model = Model(width=16, hidden=24)
+    path = tmp_path / "model.onnx"
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    dynamo_moe.export(
+        model, torch.zeros(3, 16), path, dynamic_shapes=shapes, external_data=external_data
+    )
+    session = dynamo_moe.session(path, options=profiled(tmp_path))
+    for tokens in (0, 1, 7, 100):
+        x = torch.randn(tokens, 16)
+        (found,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(x), atol=1e-5, rtol=1e-5)
+    ran = nodes_of(session, path, x.numpy())
+    assert "DroplessMoE" in ran
+    assert "TopK" not in ran
+
+
+def test_layers_of_several_configurations(tmp_path: Path) -> None:
+    # The function of each further one has a domain of its own, and one is in float64.
+    groups = {"n_group": 1, "topk_group": 1}
+    layers = [
+        Layer(changed(BIASED, tokens_dtype=DOUBLE, experts_dtype=DOUBLE), **groups),
+        Layer(GATED, **groups),
+        Layer(changed(BIASED, tokens_dtype=HALF, experts_dtype=HALF), **groups),
+    ]
+    model = to_model(layers, body)
+    path = tmp_path / "model.onnx"
+    ir.save(model, path)
+    session = dynamo_moe.session(path, options=profiled(tmp_path))
+    arguments = layers[0].arguments(33)
+    for layer, found in zip(layers, run(session, arguments), strict=True):
+        tolerance = 5e-3 if layer is layers[2] else 1e-5
+        np.testing.assert_allclose(found, oracle(layer, arguments), atol=tolerance)
+    events = json.loads(Path(session.end_profiling()).read_text())
+    ran = [event.get("args", {}).get("op_name", "") for event in events]
+    assert ran.count("DroplessMoE") == 2
+    assert ran.count("TopK") == 1
+
+
+def test_a_file_of_float64_runs_its_body(tmp_path: Path) -> None:
+    config = changed(BIASED, tokens_dtype=DOUBLE, experts_dtype=DOUBLE)
+    layer = Layer(config, n_group=1, topk_group=1)
+    ir.save(to_model([layer], body), tmp_path / "model.onnx")
+    check(layer, dynamo_moe.session(tmp_path / "model.onnx"), layer.arguments(7))
+
+
+def test_packed_weights_run_their_body(tmp_path: Path) -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(nn.functional.gelu(self.up(x)))
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(32, 4)
+            self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.gate(x).softmax(-1).topk(2)
+            y = torch.zeros_like(x)
+            for expert, module in enumerate(self.experts):
+                weight = (weights * (ids == expert)).sum(-1, keepdim=True)
+                y = y + weight * module(x)
+            return y
+
+    model = Experts().eval()
+    dynamo_moe.convert(model)
+    dynamo_moe.quantize(model, "int8")
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.zeros(3, 32), path)
+    x = torch.randn(3, 32)
+    (found,) = dynamo_moe.session(path).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x), atol=1e-4, rtol=1e-4)
+    assert {node.op_type for node in onnx.load(path).graph.node} == {"DroplessMoEPacked"}
+
+
+def test_a_file_of_another_target(tmp_path: Path) -> None:
+    model = Model(width=16, hidden=24)
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.zeros(3, 16), path, target="dense")
+    x = torch.randn(3, 16)
+    (found,) = dynamo_moe.session(path).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing\.onnx"):
+        dynamo_moe.session(tmp_path / "missing.onnx")
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(ValueError, match=r"text\.onnx"):
+        dynamo_moe.session(tmp_path / "text.onnx")
