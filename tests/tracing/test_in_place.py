@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, reject, settings
 from hypothesis import strategies as st
-from test_decomposition import Call, decompose, traced
+from test_decomposition import Call, decompose
 from torch import Tensor
 
 from dynamo_moe.private import tracer
@@ -56,7 +56,7 @@ CHANGES: list[Callable[[Tensor, Tensor], object]] = [
     lambda t, x: t.clamp_(-0.5, 0.5),
     lambda t, x: t[:1].neg_(),
     lambda t, x: t.copy_(t.double() / 2),
-    lambda t, x: t.index_fill_(0, torch.tensor([0]), 2.0),
+    lambda t, x: t.index_copy_(0, x[:1, 0].long() * 0, t[-1:]),
     lambda t, x: F.relu(t, inplace=True),
 ]
 
@@ -66,7 +66,7 @@ steps = st.tuples(
 
 
 @settings(
-    max_examples=12,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -84,12 +84,11 @@ def test_random_views_and_changes(program: list[tuple[bool, int, int]]) -> None:
                 tensors.append(VIEWS[how % len(VIEWS)](tensor))
         return (*read, *(tensor + 0 for tensor in tensors))
 
-    exported = traced(Call(run), torch.randn(3, 4))
+    exported = torch.export.export(Call(run).eval(), (torch.randn(3, 4),))
     try:
         result = decompose(exported)
     except NeedsRetraceError as error:
         event(str(error).rpartition(" is ")[2])
         reject()
-    for rows in (3, 5):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(tuple(result(x)), run(x))
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(tuple(result(x)), run(x))

@@ -25,6 +25,7 @@ enum : std::uint32_t {
   kHardswish,
   kElu,
   kLeakyRelu,
+  kIdentity,
   kActivations,
 };
 static_assert(std::size(format::kActivationNames) == kActivations);
@@ -57,6 +58,7 @@ const char* FunctionOf(std::uint32_t activation) {
     case kRelu2:
     case kHardswish:
     case kLeakyRelu:
+    case kIdentity:
       return nullptr;
     default:
       return "Sigmoid";
@@ -215,8 +217,10 @@ Status Activation::Run(const Call& call, const Layout& layout, float* hidden) co
       // exp(v) - 1 as 2 tanh(v / 2) / (1 - tanh(v / 2)), which is accurate near zero.
       return run([](float v) { return Most(v, 0) / 2; },
                  [](float v, float tanh) { return v <= 0 ? 2 * tanh / (1 - tanh) : v; });
-    default:
+    case kLeakyRelu:
       return run(same, [](float v, float) { return v > 0 ? v : kLeak * v; });
+    default:
+      return run(same, [](float v, float) { return v; });
   }
 }
 
