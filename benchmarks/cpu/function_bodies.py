@@ -203,7 +203,7 @@ def export(case: Case, folder: Path, only: Collection[str]) -> dict[str, Path]:
 
 
 def turn(
-    case: Case, path: Path, threads: int, runs: int, library: Path | None
+    case: Case, path: Path, threads: int, runs: int, library: Path | None = None
 ) -> tuple[list[float], Array]:
     """Returns milliseconds of the runs of one file in this process, and its first result."""
     session = open_session(path, threads, library=library)

@@ -224,6 +224,8 @@ class _Decomposer:
         trace = tracer.make_fx(call, decomposition_table=self._decompositions)
         traced: fx.GraphModule = trace(*map(_compact, call.values))
         if any(map(writes, traced.graph.nodes)):
+            if call.target is changed:  # PyTorch decomposes what it makes of a diagonal so.
+                raise NeedsRetraceError("a view of a tensor that is changed has no inverse")
             traced = self.run(traced, is_branch=True)
         traced.graph.eliminate_dead_code()
         return traced.graph

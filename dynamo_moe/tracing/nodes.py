@@ -66,13 +66,14 @@ class Call:
     """A call, as a function of those of its arguments that are nodes.
 
     Attributes:
+        target: What is called.
         nodes: These arguments.
         values: Their values.
         key: Equal for calls that lead to equal traces.
     """
 
     def __init__(self, target: Any, args: Any, kwargs: Any) -> None:
-        self._target = target
+        self.target = target
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self.nodes = [leaf for leaf in self._leaves if isinstance(leaf, fx.Node)]
         self.values = values(self.nodes)
@@ -83,7 +84,7 @@ class Call:
         remaining = iter(values)
         leaves = [next(remaining) if isinstance(x, fx.Node) else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return self._target(*args, **kwargs)
+        return self.target(*args, **kwargs)
 
 
 def _description(value: Any) -> tuple[Any, ...]:

@@ -339,7 +339,8 @@ def test_compiled_code_runs_the_forward() -> None:
 def test_threads_never_see_the_probes() -> None:
     """One thread computes by the module's own forward while others call it as converted."""
     model, converted = pair(CutsRows)
-    x, wrong = tokens(2, 40), []
+    x = tokens(2, 40)
+    wrong: list[int] = []
     with torch.no_grad():
         expected = model(x)
 

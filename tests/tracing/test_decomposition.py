@@ -364,7 +364,7 @@ def taken_from_the_end(x: Tensor) -> Tensor:
     return y
 
 
-def turned(x: Tensor) -> tuple[Tensor, Tensor]:
+def transposed(x: Tensor) -> tuple[Tensor, Tensor]:
     y = x * 2
     columns = y.transpose(0, 1)
     columns[1] = 7.0
@@ -446,7 +446,7 @@ SHARED = [
     split_before,
     of_lower_precision,
     taken_from_the_end,
-    turned,
+    transposed,
     through_halves,
     read_between,
     broadcast,
@@ -466,7 +466,7 @@ def test_views_of_what_is_changed(tmp_path: Path, retraces, function) -> None:
     check_numbers(path, Call(function), torch.randn(3, 6))
 
 
-@pytest.mark.parametrize("function", [read_between, through_halves, turned])
+@pytest.mark.parametrize("function", [read_between, through_halves, transposed])
 def test_views_of_what_is_changed_at_any_size(tmp_path: Path, retraces, function) -> None:
     path, shapes = tmp_path / "m.onnx", ({0: "rows"},)
     dynamo_moe.export(Call(function), torch.randn(3, 6), path, dynamic_shapes=shapes)
