@@ -63,7 +63,7 @@ def decomposed(
         NeedsRetraceError: If the program has control flow without a translation, or changes tensors
             in ways that a single node does not show.
     """
-    with mode, tracer.enable_python_dispatcher():
+    with mode:
         return _Decomposer(is_translated, decompositions).run(module)
 
 
@@ -222,7 +222,8 @@ class _Decomposer:
 
     def _trace(self, call: Call) -> fx.Graph:
         trace = tracer.make_fx(call, decomposition_table=self._decompositions)
-        traced: fx.GraphModule = trace(*map(_compact, call.values))
+        with tracer.enable_python_dispatcher():
+            traced: fx.GraphModule = trace(*map(_compact, call.values))
         if any(map(writes, traced.graph.nodes)):
             if call.target is changed:  # PyTorch decomposes what it makes of a diagonal so.
                 raise NeedsRetraceError("a view of a tensor that is changed has no inverse")

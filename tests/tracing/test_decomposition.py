@@ -527,6 +527,14 @@ def after_dropout(x: Tensor) -> tuple[Tensor, ...]:
     return a, y, z
 
 
+def dropout_that_is_changed_later(x: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's own decomposition copies the tensor, which its forward does not."""
+    y = x * 2
+    z = F.dropout(y, training=False)
+    y.add_(1)
+    return z + 0, y
+
+
 def dropout_of_a_view(x: Tensor) -> Tensor:
     y = x * 2
     z = F.dropout(y[:, :2], training=False)
@@ -574,6 +582,7 @@ def dropout_of_an_input(x: Tensor) -> Tensor:
         alpha_dropout,
         feature_dropout,
         dropout_in_a_region,
+        dropout_that_is_changed_later,
         dropout_of_a_view,
         dropout_that_is_viewed,
         dropout_of_an_input,
