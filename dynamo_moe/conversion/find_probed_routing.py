@@ -24,9 +24,40 @@ from dynamo_moe.conversion.observation import random_tokens, same_draws
 from dynamo_moe.conversion.other_arguments import OtherArguments
 from dynamo_moe.conversion.own_routing import Value
 from dynamo_moe.conversion.probed_routing import Probe, ProbedRouting, Rest, probed_results
+from dynamo_moe.private.pytorch import TorchDispatchMode
+
+_aten = torch.ops.aten
 
 # Tokens of several sizes, of which one may have more experts than any of few: as of a threshold.
 _MANY, _SIZES = 4096, (1.0, 0.05, 5.0, 0.3)
+
+
+class _Selections(TorchDispatchMode):
+    """Records how many of at most E scores a forward selects, each time that it does.
+
+    Attributes:
+        sizes: These numbers, one for each selection.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+        self._num_experts = num_experts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is _aten.topk.default:
+            _, k, dim = (*args, -1)[:3]
+            self._record(args[0], dim, k)
+        elif func in (_aten.argmax.default, _aten.max.dim) and args[1:2] not in ((), (None,)):
+            self._record(args[0], args[1], 1)
+        return result
+
+    def _record(self, scores: Tensor, dim: int, size: int) -> None:
+        if scores.ndim and scores.shape[dim] <= self._num_experts:
+            self.sizes.append(size)
 
 
 @dataclass(frozen=True)
@@ -134,18 +165,26 @@ class ProbedTrial:
                 yield replace(routing, top_k=top_k)
 
     def _most_choices(self, routing: ProbedRouting) -> int:
-        """Returns how many experts a token has at most, of many tokens of several sizes."""
+        """Returns how many experts a token has at most.
+
+        That many of many tokens of several sizes have, and it is what the forward selects, in one
+        selection or in all; if it selects more, all of them, and if it does not select, E.
+        """
         leading = (*(1 for _ in self.x.shape[:-2]), _MANY)
         x = random_tokens(*leading, self.x.shape[-1], like=self.x)
         for start, size in enumerate(_SIZES):
             x[..., start :: len(_SIZES), :] *= size
         routing = replace(routing, top_k=routing.num_experts)
         try:
-            with torch.no_grad(), same_draws():
+            with torch.no_grad(), same_draws(), _Selections(routing.num_experts) as seen:
                 routed = routing(self.module, x, self.others.of_size(x))
         except Exception:  # The module is the user's: it may take no such tokens.
             return routing.num_experts
-        return max(1, int((routed.weights != 0).sum(dim=1).max()))
+        most = max(1, int((routed.weights != 0).sum(dim=1).max()))
+        total = sum(seen.sizes)
+        if most in (total, max(seen.sizes, default=0)):
+            return most
+        return min(total or routing.num_experts, routing.num_experts)
 
     def _probes_of_stacks(self) -> Iterator[tuple[Probe, ...]]:
         """Yields the probes that may stand for a module that holds all experts' stacks."""

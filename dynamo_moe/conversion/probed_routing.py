@@ -104,13 +104,18 @@ class ProbedRouting:
 
         Raises:
             ValueError: If the forward does not compute what the experts take.
+            TypeError: If something is added to the experts' sum in float16.
         """
+        if self.rest != "nothing" and x.dtype == torch.float16:
+            raise TypeError(
+                "tokens must be float32 or bfloat16, got float16: beside what the layer adds to "
+                "its experts' results, the weights of experts lose their digits"
+            )
         run = _results
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
             run = _results_by_running
         image = x.movedim(-1, 1) if self.channels_first else x
-        has_unit = self.rest != "nothing" and x.dtype != torch.float16
-        unit = _UNIT if has_unit else 1.0
+        unit = 1.0 if self.rest == "nothing" else _UNIT
         leaves, values = run(self, module, image, others or {}, unit)
         summed_TD, rest = self._rows(leaves, x), None
         if self.rest != "nothing":

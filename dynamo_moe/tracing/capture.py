@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private import tracer
-from dynamo_moe.private.pytorch import OpOverload, schema_of
+from dynamo_moe.private.pytorch import FakeTensor, OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import shortcuts
@@ -122,7 +122,7 @@ def _trace(
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
     kept = state_kept(model)
     with kept, exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
-        return torch.export.export(
+        program = torch.export.export(
             model,
             example.args,
             kwargs=example.kwargs,
@@ -130,6 +130,14 @@ def _trace(
             strict=strict,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+    for name, constant in program.constants.items():
+        if isinstance(constant, FakeTensor):
+            raise ValueError(
+                f"the trace does not have the values of the constant {name}: a tensor's .data is "
+                "changed, which a trace does not follow (use .detach() and no_grad), or a tensor "
+                "is made within a loop or a branch (make it a buffer)"
+            )
+    return program
 
 
 def without_constants(program: ExportedProgram) -> list[Any]:

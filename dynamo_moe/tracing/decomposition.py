@@ -26,7 +26,7 @@ from dynamo_moe.private.pytorch import (
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
-from dynamo_moe.tracing.in_place import Memories, Values, changed, view_of, writes
+from dynamo_moe.tracing.in_place import Memories, Values, changed, is_known_view, view_of, writes
 from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
 
 _aten = torch.ops.aten
@@ -184,6 +184,8 @@ class _Decomposer:
             return self._call(node, new)
         if _is_join(node, views):
             return _join(self._graph, node, views, new[owner], self._call(node, new))
+        if not all(map(is_known_view, views)):
+            raise NeedsRetraceError(f"{node.format_node()} changes what is not known as a view")
         if not _is_compact(owner.meta["val"]):  # Another order might not have these views.
             raise NeedsRetraceError(f"{owner.format_node()} is no row-major tensor, and is changed")
         steps = [view_of(step) for step in (*views, node)]

@@ -236,11 +236,16 @@ def _facts(block: nn.Module, read: _Read) -> dict[Any, Any]:
         facts[path] = type(module)
         for table in own_parts(module)[:2]:
             for name, tensor in table.items():
-                facts[path, name] = None if tensor is None else (tensor.shape, tensor.dtype)
+                facts[path, name] = None if tensor is None else _layout(tensor)
         for name, value in attributes_of(module).items():
             if name not in _OF_EVERY_MODULE:
                 facts[path, name] = _plain(value, read)
     return facts
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return tensor.shape, tensor.dtype, strides
 
 
 def _plain(value: Any, read: _Read, depth: int = 4) -> Any:

@@ -56,10 +56,11 @@ class Memories:
         changes = {node: number for number, node in enumerate(nodes) if writes(node)}
         if not changes:
             return
-        hidden = set()
+        hidden = set()  # Nodes that may share memory in a way that no first argument shows.
         for node in nodes:
             shared = _shares_memory_of(node)
-            if shared and shared == [node.args[0]]:
+            # A view from an index on whose sign is not known has another size each time.
+            if shared and shared == [*node.args[:1]] and not node.meta.get("unbacked_bindings"):
                 self.parents[node] = shared[0]
                 self.owners[node] = self.owners[shared[0]]
             else:
@@ -115,7 +116,9 @@ class Values:
 
 
 def _changed_by(write: fx.Node) -> fx.Node:
-    """Returns the one tensor that a node changes, its first argument."""
+    """Returns the one tensor whose values a node changes, its first argument."""
+    if torch.Tag.inplace_view in cast(OpOverload, write.target).tags:
+        raise NeedsRetraceError(f"{write.format_node()} changes a tensor's shape")
     arguments = schema_of(cast(OpOverload, write.target)).arguments
     written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     first = write.args[0] if write.args else None
@@ -139,7 +142,9 @@ def _shares_memory_of(node: fx.Node) -> list[fx.Node]:
     if not isinstance(target, OpOverload):
         return []
     aliases = any(value.alias_info is not None for value in schema_of(target).returns)
-    if node.meta.get("unbacked_bindings") or not (aliases or tracer.can_decompose(target)):
+    if node.meta.get("unbacked_bindings"):
+        return node.all_input_nodes if aliases else []
+    if not (aliases or tracer.can_decompose(target)):
         return []
     results = _memories(target(*values(node.args), **values(node.kwargs)))
     return [source for source in node.all_input_nodes if results & _memories(values(source))]
@@ -166,6 +171,17 @@ def _memories(value: Any) -> set[int]:
 
 View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function and its arguments behind the first, which is what it is a view of."""
+
+
+def is_known_view(node: fx.Node) -> bool:
+    """Whether PyTorch says of a node's operator that its result is a view, or may be one.
+
+    ``torch.func.functionalize`` takes what others give for new tensors.
+    """
+    target: Any = node.target
+    if target is operator.getitem:
+        return True
+    return any(value.alias_info is not None for value in schema_of(target).returns)
 
 
 def view_of(node: fx.Node) -> View:

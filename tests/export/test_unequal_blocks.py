@@ -659,3 +659,25 @@ def test_lists_that_modules_have_in_common_they_have_afterwards(tmp_path: Path) 
     assert notes == [0]
     assert all(block.notes is notes and block.nested is nested for block in model.blocks)
     assert nested == ({"inner": [1]}, [2])
+
+
+@pytest.mark.parametrize("changed", range(6))
+@pytest.mark.parametrize(
+    "other",
+    [lambda w: w.t(), lambda w: w.repeat(1, 2)[:, ::2], lambda w: w[:, :1].expand(16, 16)],
+    ids=["transposed", "strided", "expanded"],
+)
+def test_weights_that_lie_otherwise(tmp_path: Path, other: Any, changed: int) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(x).tanh()
+
+    model = nn.Sequential(*(Block() for _ in range(6))).eval()
+    weight = model[changed].linear.weight
+    weight.data = other(weight.data)
+    dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "m.onnx")
+    assert dynamo_moe.verify(tmp_path / "m.onnx", model).passed

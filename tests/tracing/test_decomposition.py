@@ -504,9 +504,40 @@ def viewed_in_a_list(x: Tensor) -> Tensor:
     return z
 
 
+def at_an_index_of_unknown_sign(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    index = x[:, 0].argmax().item()
+    row = y[index]
+    y.add_(1)
+    y[index] = 4
+    return y, row * 1
+
+
+def of_the_same_type(x: Tensor) -> Tensor:
+    """Its schema does not say that the tensor itself may be the result."""
+    y = x * 2
+    y.type_as(x)[:, 0].add_(1)
+    return y
+
+
+def turned_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.view(-1)
+    y.t_()
+    return z * 1
+
+
 @pytest.mark.parametrize(
     "function",
-    [viewed_by_a_region_before, changed_in_a_region, in_another_order, viewed_in_a_list],
+    [
+        viewed_by_a_region_before,
+        changed_in_a_region,
+        in_another_order,
+        viewed_in_a_list,
+        at_an_index_of_unknown_sign,
+        of_the_same_type,
+        turned_in_place,
+    ],
 )
 def test_in_place_that_needs_the_whole_program(tmp_path: Path, retraces, function) -> None:
     model, path = Call(function), tmp_path / "m.onnx"

@@ -25,7 +25,9 @@ def fuse_skip_norms(writer: Writer) -> None:
         if add is None:
             continue
         place = places[norm]
-        if all(places[user] > place for user, _ in add.outputs[0].uses() if user is not norm):
+        # One in a branch has no place here.
+        users = (user for user, _ in add.outputs[0].uses() if user is not norm)
+        if all(places.get(user, -1) > place for user in users):
             places[_fuse(writer, norm, add)] = place
 
 
