@@ -43,6 +43,7 @@ from dynamo_moe.conversion.observation import (
     using_tensors,
 )
 from dynamo_moe.conversion.other_arguments import OtherArguments, observe_calls
+from dynamo_moe.conversion.probed_routing import ProbedRouting
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.private.pytorch import has_forward_hooks
@@ -222,6 +223,7 @@ def _convert_layer(
             proof = known and _prove_again(module, tried, known)
         proof = proof or _identify_and_prove(module, tried, experts, others)
         _check_hooks(module, proof.identified.spec)
+        _check_rest(module, proof.identified.spec)
         if tried is not module and values:
             _check_dtype(module, proof.identified)
         if values:
@@ -232,6 +234,16 @@ def _convert_layer(
         for name, value in changed.items():
             setattr(module.get_submodule(path), name, value)
     return proof
+
+
+def _check_rest(module: nn.Module, spec: LayerSpec) -> None:
+    """Refuses float16 where weights are read beside something that is added to them."""
+    is_float16 = any(tensor.dtype == torch.float16 for tensor in module.parameters())
+    if is_float16 and isinstance(spec.routing, ProbedRouting) and spec.routing.rest != "nothing":
+        raise ValueError(
+            "its weights are in float16: beside what it adds to its experts' results, the weights "
+            "of experts lose their digits; convert it in float32 or bfloat16"
+        )
 
 
 def _identify_and_prove(

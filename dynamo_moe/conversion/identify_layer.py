@@ -197,7 +197,6 @@ def identify_layer(
     candidates = identify_experts(module, experts)
     # Experts hold neither gates nor shared experts.
     hidden = {path: module.get_submodule(path) for path in _paths_of_experts(experts)}
-    is_float16 = any(tensor.dtype == torch.float16 for tensor in module.parameters())
     weights = random_weights(module, _names_to_keep(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
@@ -213,11 +212,6 @@ def identify_layer(
                 continue
             try:
                 specs = trial.specs(way)
-                if is_float16 and any(_adds_a_rest(spec) for spec in specs):
-                    raise ValueError(
-                        "its weights are in float16: beside what it adds to its experts' results, "
-                        "the weights of experts lose their digits; convert it in another dtype"
-                    )
                 leading = tuple(trial.x.shape[:-1])
                 return [
                     IdentifiedLayer(spec, weights, leading, others, trial.changing, trial.draws)
@@ -227,10 +221,6 @@ def identify_layer(
                 refusals.append(refusal)
     # The first, unless another width shows that it routes.
     raise min((*refusals, *failures), key=lambda reason: isinstance(reason, NotRoutedError))
-
-
-def _adds_a_rest(spec: LayerSpec) -> bool:
-    return isinstance(spec.routing, ProbedRouting) and spec.routing.rest != "nothing"
 
 
 def side_effects(

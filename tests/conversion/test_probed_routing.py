@@ -298,13 +298,49 @@ def test_large_values_beside_small_weights() -> None:
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_bfloat16() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Block()).eval().to(dtype)
-    x, expected = tokens(3, 50).to(dtype), model(tokens(3, 50).to(dtype))
+    model = nn.Sequential(Block()).eval().bfloat16()
+    x, expected = tokens(3, 50).bfloat16(), model(tokens(3, 50).bfloat16())
     assert dynamo_moe.convert(model).replaced
     torch.testing.assert_close(model(x), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_float16_has_too_few_digits_beside_a_rest() -> None:
+    report = dynamo_moe.convert(nn.Sequential(Block()).eval().half())
+    assert not report.replaced
+    assert "its weights are in float16" in str(report.unrecognised)
+    converted = pair(Block)[1].half()
+    with pytest.raises(TypeError, match="tokens must be float32 or bfloat16, got float16"):
+        converted(tokens(3, 5).half())
+
+
+class Threshold(nn.Module):
+    """Any number of experts; few tokens have as many as some of fifty thousand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH, bias=False)
+        expert = (nn.Linear(WIDTH, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, WIDTH))
+        self.experts = nn.ModuleList(nn.Sequential(*copy.deepcopy(expert)) for _ in range(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        scores_TE = (10 * self.gate(x_TD)).sigmoid()
+        y_TD = x_TD.clone()
+        for number, expert in enumerate(self.experts):
+            weights_T = scores_TE[:, number] * (scores_TE[:, number] > 0.9)
+            rows = weights_T.nonzero()[:, 0]
+            y_TD = y_TD.index_add(0, rows, expert(x_TD[rows]) * weights_T[rows, None])
+        return y_TD.reshape(x.shape)
+
+
+def test_a_threshold_may_choose_all_experts() -> None:
+    model, converted = pair(Threshold)
+    assert converted[0]._dynamo_moe_spec.routing.top_k == WIDTH
+    with torch.no_grad():
+        x = tokens(20_000)
+        torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 # --- The converted layer ---
