@@ -435,8 +435,8 @@ def test_the_library_shows_its_interface_and_nothing_else():
     names = [line.split()[-1] for line in done.stdout.splitlines()]
     header = (CSRC / "dynamo_moe.h").read_text()
     assert names
-    # What TensorRT looks for.
-    interface = f"{header} getCreators( setLoggerFinder("
+    # What TensorRT and ONNX Runtime look for.
+    interface = f"{header} getCreators( setLoggerFinder( RegisterCustomOps("
     assert all(f"{name}(" in interface for name in names)
     needed = subprocess.run(
         ["readelf", "-d", library_path()],  # noqa: S607
@@ -453,7 +453,8 @@ def test_the_library_shows_its_interface_and_nothing_else():
 def test_under_sanitizers(tmp_path, sanitizer):
     flags = sanitizing(sanitizer)
     native = ROOT / "tests" / "native"
-    sources = [path for path in SOURCES if path.parent.name != "plugin"]
+    beside = ("node", "onnxruntime", "plugin")
+    sources = [path for path in SOURCES if path.parent.name not in beside]
     soname = "-Wl,-soname,libcuda.so.1"
     cuda = build("libcuda.so.1", [native / "standin.cc"], *flags, "-fPIC", "-shared", soname)
     check = build("launcher_check", [*sources, native / "launcher_check.cc"], *flags, "-ldl")
