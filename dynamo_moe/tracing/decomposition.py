@@ -63,7 +63,7 @@ def decomposed(
         NeedsRetraceError: If the program has control flow without a translation, or changes tensors
             in ways that a single node does not show.
     """
-    with mode:
+    with mode, tracer.enable_python_dispatcher():
         return _Decomposer(is_translated, decompositions).run(module)
 
 
@@ -100,7 +100,8 @@ class _Decomposer:
         """Returns a module decomposed; ``is_branch``: it is a branch or a loop of another."""
         self._graph, outside = fx.Graph(), self._graph
         inputs = [] if is_branch else module.graph.find_nodes(op="placeholder")
-        output = self._graph.output(self._copy(module, None, inputs))
+        memories = Memories([*module.graph.nodes], inputs)
+        output = self._graph.output(self._copy(module, None, memories))
         output.meta = dict(module.graph.output_node().meta)
         _take_no_offsets(self._graph)
         result = fx.GraphModule(module, self._graph)
@@ -116,10 +117,9 @@ class _Decomposer:
         self,
         module: fx.GraphModule,
         arguments: Sequence[Any] | None,
-        inputs: Sequence[fx.Node] = (),
+        memories: Memories,
     ) -> Any:
         """Copies a graph's nodes and returns its outputs; without arguments, its inputs too."""
-        memories = Memories([*module.graph.nodes], inputs)
         new = Values(memories, self._call)
         remaining = iter(arguments or ())
         for node in module.graph.nodes:
@@ -147,7 +147,8 @@ class _Decomposer:
             function = _REGIONS[target]
             region = _attribute(node.args[function])
             arguments = fx.map_arg(node.args[function + 1 :], new.__getitem__)
-            return self._copy(region, pytree.tree_leaves(arguments))
+            memories = Memories([*region.graph.nodes])
+            return self._copy(region, pytree.tree_leaves(arguments), memories)
         if isinstance(target, HigherOrderOperator) and not self._is_translated(target):
             raise NeedsRetraceError(f"{target} is control flow")
         if target is operator.getitem:
@@ -224,8 +225,7 @@ class _Decomposer:
 
     def _trace(self, call: Call) -> fx.Graph:
         trace = tracer.make_fx(call, decomposition_table=self._decompositions)
-        with tracer.enable_python_dispatcher():
-            traced: fx.GraphModule = trace(*map(_compact, call.values))
+        traced: fx.GraphModule = trace(*map(_compact, call.values))
         if any(map(writes, traced.graph.nodes)):
             if call.target is changed:  # PyTorch decomposes what it makes of a diagonal so.
                 raise NeedsRetraceError("a view of a tensor that is changed has no inverse")

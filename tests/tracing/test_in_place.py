@@ -40,7 +40,6 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda t: t.diagonal() if t.ndim > 1 else t,
     lambda t: t.detach(),
     lambda t: t.float(),
-    lambda t: F.dropout(t, training=False),
     lambda t: t.expand_as(t),
     lambda t: t.clone(),
     lambda t: t.cos(),
