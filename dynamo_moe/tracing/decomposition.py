@@ -8,9 +8,8 @@ equal arguments, and takes its node's place.
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,9 +24,10 @@ from dynamo_moe.private.pytorch import (
 )
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
+from dynamo_moe.tracing.filled_ranges import overwrites_one_range, with_range
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 from dynamo_moe.tracing.in_place import Memories, Values, changed, is_known_view, view_of, writes
-from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
+from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_graph, values
 
 _aten = torch.ops.aten
 _higher_order = torch.ops.higher_order
@@ -60,8 +60,8 @@ def decomposed(
         mode: The mode of the fake tensors that are the nodes' values.
 
     Raises:
-        NeedsRetraceError: If the program has control flow without a translation, or changes tensors
-            in ways that a single node does not show.
+        NeedsRetraceError: If the program has control flow without a translation, or changes memory
+            that is shared in ways that its graph does not show.
     """
     with mode, tracer.enable_python_dispatcher():
         return _Decomposer(is_translated, decompositions).run(module)
@@ -100,8 +100,7 @@ class _Decomposer:
         """Returns a module decomposed; ``is_branch``: it is a branch or a loop of another."""
         self._graph, outside = fx.Graph(), self._graph
         inputs = [] if is_branch else module.graph.find_nodes(op="placeholder")
-        memories = Memories([*module.graph.nodes], inputs)
-        output = self._graph.output(self._copy(module, None, memories))
+        output = self._graph.output(self._copy(module, None, inputs))
         output.meta = dict(module.graph.output_node().meta)
         _take_no_offsets(self._graph)
         result = fx.GraphModule(module, self._graph)
@@ -117,9 +116,10 @@ class _Decomposer:
         self,
         module: fx.GraphModule,
         arguments: Sequence[Any] | None,
-        memories: Memories,
+        inputs: Sequence[fx.Node] = (),
     ) -> Any:
         """Copies a graph's nodes and returns its outputs; without arguments, its inputs too."""
+        memories = Memories([*module.graph.nodes], inputs)
         new = Values(memories, self._call)
         remaining = iter(arguments or ())
         for node in module.graph.nodes:
@@ -135,20 +135,19 @@ class _Decomposer:
                 new[node] = copy = self._graph.node_copy(node)
                 copy.name = node.name  # A new graph would rename what Python calls input.
             elif writes(node):
-                new.change(node, self._changed(node, memories, new))
+                new.change(node, self._changed_owner(node, memories, new))
             else:
                 new[node] = self._call(node, new)
         raise AssertionError("a graph ends with its output")
 
-    def _call(self, node: fx.Node, new: Values) -> Any:
-        """Returns the node or nodes that replace a call's result."""
-        target: Any = node.target
+    def _call(self, node: fx.Node, new: Values, target: Any = None) -> Any:
+        """Returns the node or nodes that replace a call's result; ``target`` is called instead."""
+        target = node.target if target is None else target
         if target in _REGIONS:
             function = _REGIONS[target]
             region = _attribute(node.args[function])
             arguments = fx.map_arg(node.args[function + 1 :], new.__getitem__)
-            memories = Memories([*region.graph.nodes])
-            return self._copy(region, pytree.tree_leaves(arguments), memories)
+            return self._copy(region, pytree.tree_leaves(arguments))
         if isinstance(target, HigherOrderOperator) and not self._is_translated(target):
             raise NeedsRetraceError(f"{target} is control flow")
         if target is operator.getitem:
@@ -157,14 +156,8 @@ class _Decomposer:
             if not isinstance(whole, fx.Node):
                 return whole[index]
         if isinstance(target, OpOverload):
-            if target is _aten.copy_.default:
-                if _is_alike(*values(node.args[:2])):
-                    return new[cast(fx.Node, node.args[1])]
-                return self._traced(Call(_copied, node.args, node.kwargs), node, new)
             if target is _aten.detach_.default:
                 target = _aten.detach.default
-            elif schema_of(target).is_mutable:
-                target = _functional(node)
             better = DECOMPOSITIONS.get(target)
             if better is not None and better.applies(*values(node.args), **values(node.kwargs)):
                 target = better.function
@@ -177,20 +170,29 @@ class _Decomposer:
         copy.target = target
         return copy
 
-    def _changed(self, node: fx.Node, memories: Memories, new: Values) -> Any:
+    def _changed_owner(self, node: fx.Node, memories: Memories, new: Values) -> Any:
         """Returns what a change of a tensor, or of a view of it, makes of its memory's owner."""
         tensor: Any = node.args[0]
         owner, views = memories.owners[tensor], memories.views(tensor)
-        if not views and (_functional(node) or node.target is _aten.copy_.default):
-            return self._call(node, new)
-        if _is_join(node, views):
-            return _join(self._graph, node, views, new[owner], self._call(node, new))
+        if not views or overwrites_one_range(node, views):
+            value = self._written(node, new)
+            if value is not None:
+                return with_range(self._graph, node, views, new[owner], value)
         if not all(map(is_known_view, views)):
             raise NeedsRetraceError(f"{node.format_node()} changes what is not known as a view")
         if not _is_compact(owner.meta["val"]):  # Another order might not have these views.
             raise NeedsRetraceError(f"{owner.format_node()} is no row-major tensor, and is changed")
         steps = [view_of(step) for step in (*views, node)]
         return self._traced(Call(changed, (owner, steps), {}), node, new)
+
+    def _written(self, node: fx.Node, new: Values) -> Any:
+        """Returns what a change writes into its tensor; None if no operator gives that alone."""
+        if node.target is _aten.copy_.default:
+            if _is_alike(*values(node.args[:2])):
+                return new[cast(fx.Node, node.args[1])]
+            return self._traced(Call(_copied, node.args, node.kwargs), node, new)
+        functional = _functional(node)
+        return None if functional is None else self._call(node, new, functional)
 
     def _cast(self, node: fx.Node, new: Values) -> fx.Node:
         """Returns the node that replaces a cast."""
@@ -305,94 +307,3 @@ def _is_compact(value: Tensor) -> bool:
 def _compact(value: Any) -> Any:
     """Returns a tensor of the same sizes in row-major order, as all of ONNX's are."""
     return value.new_empty(value.shape) if isinstance(value, Tensor) else value
-
-
-# --- Tensors that a program fills slice by slice: without writing, their parts joined ---
-# Rotary embeddings of multi-head latent attention are put together so.
-
-# Operators whose result does not depend on what they overwrite, beyond its shape.
-_OVERWRITE = frozenset(
-    {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
-)
-
-
-class _Cut(NamedTuple):
-    """The arguments of a slice."""
-
-    dimension: int = 0
-    start: Any = None
-    end: Any = None
-    step: Any = 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it reaches from the first element to the last, whatever the size."""
-        return self.start in (None, 0) and self.end in (None, sys.maxsize) and self.step == 1
-
-
-def _is_join(write: fx.Node, views: Sequence[fx.Node]) -> bool:
-    """Whether a node overwrites one range of a tensor, all of its bounds known, or all of it."""
-    if write.target not in _OVERWRITE or any(v.target is not _aten.slice.Tensor for v in views):
-        return False
-    # A slice of a slice is not one range of the whole.
-    parts = [view for view in views if not _cut(view).is_whole]
-    return not parts or (len(parts) == 1 and _bounds(parts[0]) is not None)
-
-
-def _join(
-    graph: fx.Graph, write: fx.Node, views: Sequence[fx.Node], whole: fx.Node, value: fx.Node
-) -> fx.Node:
-    """Adds the tensor that such a write leaves behind.
-
-    Both ``whole``, the tensor from before the write, and the value are nodes of ``graph``.
-    """
-    parts = [view for view in views if not _cut(view).is_whole]
-    bounds = _bounds(parts[0]) if parts else None
-    if bounds is None:
-        return value
-    dimension, start, end, size = bounds
-    joined = [
-        *_rest(graph, write, whole, (dimension, 0, start)),
-        value,
-        *_rest(graph, write, whole, (dimension, end, size)),
-    ]
-    return add_call(graph, write, _aten.cat.default, joined, dimension)
-
-
-def _rest(
-    graph: fx.Graph, write: fx.Node, whole: fx.Node, reach: tuple[int, int, int]
-) -> list[Any]:
-    """Returns nodes that make up a range of a dimension: the parts that were joined, if it can."""
-    dimension, start, end = reach
-    if start >= end:
-        return []
-    if whole.target is _aten.cat.default and _joined_along(whole) == dimension:
-        joined: Any = whole.args[0]
-        sizes = [part.meta["val"].shape[dimension] for part in joined]
-        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        starts = [0, *ends]
-        if start in starts and end in ends:
-            return list(joined[starts.index(start) : ends.index(end) + 1])
-    return [add_call(graph, write, _aten.slice.Tensor, whole, dimension, start, end)]
-
-
-def _joined_along(cat: Any) -> int:
-    """Returns the dimension that a concatenation joins its parts along."""
-    dimension: int = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
-    rank: int = cat.meta["val"].ndim
-    return dimension % rank
-
-
-def _cut(view: Any) -> _Cut:
-    return _Cut(*view.args[1:])
-
-
-def _bounds(view: Any) -> tuple[int, int, int, int] | None:
-    """Returns dimension, start, end and size, none of them negative; None: they are symbolic."""
-    dimension, start, end, step = _cut(view)
-    size = view.args[0].meta["val"].shape[dimension]
-    known = all(isinstance(number, int) for number in (size, start or 0, end or 0))
-    if not known or step != 1:
-        return None
-    start, end, _ = slice(start, end).indices(size)
-    return dimension % view.meta["val"].ndim, start, max(start, end), size

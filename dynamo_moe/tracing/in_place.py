@@ -58,8 +58,11 @@ class Memories:
             return
         hidden = set()  # Nodes that may share memory in a way that no first argument shows.
         for node in nodes:
-            shared = _shares_memory_of(node)
-            # A view from an index on whose sign is not known has another size each time.
+            if node.target is operator.getitem:
+                shared = [n for n in node.all_input_nodes if n in self.parents or n in hidden]
+            else:
+                shared = _shares_memory_of(node)
+            # A view at an index whose sign is not known makes a size that no other view has.
             if shared and shared == [*node.args[:1]] and not node.meta.get("unbacked_bindings"):
                 self.parents[node] = shared[0]
                 self.owners[node] = self.owners[shared[0]]
@@ -135,8 +138,6 @@ def _shares_memory_of(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if writes(node):
         return [_changed_by(node)]
-    if target is operator.getitem:
-        return [source for source in node.all_input_nodes if _shares_memory_of(source)]
     if isinstance(target, HigherOrderOperator):
         return node.all_input_nodes
     if not isinstance(target, OpOverload):

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decomposition import Call, decompose, traced
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import dynamo_moe
 from dynamo_moe.models import swin_moe_digits
+from traced_programs import Call, decompose, traced
 
 W, E, K = 6, 4, 2
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_decomposition import Call, check_numbers, retraces  # noqa: F401  A fixture.
 from torch import Tensor
 
 import dynamo_moe
+from traced_programs import Call, check_numbers
+
+pytest_plugins = ("traced_programs",)
 
 Function = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
 
@@ -115,7 +117,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_symbolic_sizes(tmp_path: Path, retraces, function: Function) -> None:  # noqa: F811
+def test_symbolic_sizes(tmp_path: Path, retraces, function: Function) -> None:
     torch.manual_seed(0)
     model, path = Call(function), tmp_path / "m.onnx"
     shapes = {"x": {2: "height", 3: "width"}}
@@ -126,7 +128,7 @@ def test_symbolic_sizes(tmp_path: Path, retraces, function: Function) -> None:  
 
 
 @pytest.mark.parametrize("function", [circular, divided, attention, selected, of_mixed_dtypes])
-def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:  # noqa: F811
+def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:
     def changing(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         y = x * 2
         with torch.autocast("cpu", enabled=False):

@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from test_decomposition import Call
 from torch import Tensor
 
 import dynamo_moe
+from traced_programs import Call
 
 # Where float32 has 0.7 * 90 = 63 and float64 less, 1.05 * 60 = 63, or 9 / 0.6 = 15.
 LENGTHS = (1, 2, 3, 10, 14, 17, 49, 60, 63, 90, 91, 117, 340, 676)
