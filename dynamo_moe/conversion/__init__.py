@@ -5,9 +5,9 @@ It begins in ``convert_model``, which converts in three ways, in this order:
 - ``transformers_experts``: experts of transformers' models, through transformers' own interface;
 - ``registry``: modules that a registered adapter recognises (``transformers_layers``, the user's);
 - ``convert_layers``: layers of any other class. ``locate_layers`` finds them by shapes and names,
-  ``identify_layer`` and ``identify_experts`` find what one computes, by numbers. The result is a
-  ``layer_spec``, a record that can compute the layer; ``expert_weights`` is its part for the
-  experts. ``equal_layers`` tells which layers look like one before them.
+  ``identify_layer``, with ``layer_trial``, and ``identify_experts`` find what one computes, by
+  numbers. The result is a ``layer_spec``, a record that can compute the layer; ``expert_weights``
+  is its part for the experts. ``equal_layers`` tells which layers look like one before them.
 
 All of them use ``observation`` to run modules in trials, ``comparison`` to compare the results and
 ``activation`` to recognise activations; ``reports`` says what became of each module, and

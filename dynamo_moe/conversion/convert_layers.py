@@ -22,16 +22,18 @@ from dynamo_moe.conversion.comparison import compare, compare_shapes, equal_scor
 from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
-    IsMixtureError,
-    NoKnownRouterError,
-    NotRoutedError,
     TakesNoTokensError,
-    Way,
     drops_tokens,
     identify_layer,
     side_effects,
 )
 from dynamo_moe.conversion.layer_spec import LayerSpec, install
+from dynamo_moe.conversion.layer_trial import (
+    IsMixtureError,
+    NoKnownRouterError,
+    NotRoutedError,
+    Way,
+)
 from dynamo_moe.conversion.locate_layers import LayerCandidate, LocatedExperts, locate_layers
 from dynamo_moe.conversion.observation import (
     FullPrecision,

@@ -40,7 +40,7 @@ class _Selections(TorchDispatchMode):
     """
 
     def __init__(self, num_experts: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # It has no annotations.
         self.sizes: list[int] = []
         self._num_experts = num_experts
 

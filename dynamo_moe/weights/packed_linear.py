@@ -36,7 +36,7 @@ class PackedLinear(nn.Linear):
     weight_dtype: torch.dtype
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:  # type: ignore[override]  # Of a plain layer, an attribute.
         """The weight ``[N, K]``, decoded at each call."""
         given: Tensor | None = own_parts(self)[0]["weight"]
         if given is not None:
