@@ -75,6 +75,9 @@ class SizeTrials:
     Attributes:
         notes: Decisions that could not be tried, for the user of the file.
         sizes: Sizes that decisions name.
+        decisions: Those that were compared. What is made of a program later no longer decides them,
+            but may have their outcome in it: an operator that takes any size, in a decomposition
+            for the example's.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class SizeTrials:
         """Makes trials of what is traced with an example; ``prepare`` runs before a run."""
         self.notes: list[str] = []
         self.sizes: set[int] = set()
+        self.decisions: list[Decision] = []
         self._example = example
         self._has_values, self._prepare = has_values, prepare
 
@@ -118,6 +122,7 @@ class SizeTrials:
                 "shapes could be compared, have moved"
             )
             return
+        self.decisions += [known for known in decisions if known not in self.decisions]
         conditions = [decision.condition for decision in decisions]
         numbers = {int(n) for c in conditions for n in c.atoms(sympy.Integer)}
         self.sizes |= {number for number in numbers if number <= _LARGEST}

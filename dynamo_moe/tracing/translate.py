@@ -128,9 +128,8 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
     with shortcuts.decomposing():
         with decisions_noted() as noted:
             module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
-        if noted:
-            decisions = decisions_of(program, noted)
-            trials.check(program, decisions, program_run(program), program_run(program, module))
+        decisions = [*trials.decisions, *(decisions_of(program, noted) if noted else ())]
+        trials.check(program, decisions, program_run(program), program_run(program, module))
         exporter.promote_dtypes(module)
     size_arithmetic.in_float64(module)
     with _translating():

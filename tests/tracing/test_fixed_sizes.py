@@ -455,3 +455,13 @@ def test_a_size_that_went_into_a_tensor_made_in_the_forward(tmp_path: Path) -> N
         dynamo_moe.export(
             case.build(), case.args(2, 5, 0), tmp_path / "m.onnx", dynamic_shapes=shapes
         )
+
+
+def test_an_operator_whose_decomposition_has_the_examples_size(tmp_path: Path) -> None:
+    """The trace keeps it whole, and only what it decomposes into is for an odd number of rows."""
+
+    def halves(m: Model, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.tensor_split(2))
+
+    with pytest.raises(dynamo_moe.ExportError, match=r"x.tensor_split\(2\)\) was decided for"):
+        dynamo_moe.export(Model(halves).eval(), torch.randn(3, 16), tmp_path / "m.onnx")
