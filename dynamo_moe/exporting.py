@@ -371,7 +371,7 @@ def _graph_with(
     lazies: placeholders.Lazies,
     sharing: SharedTrace | None = None,
 ) -> _Graph:
-    trials = SizeTrials(example, has_values=lazies.are_in_memory, prepare=lazies.fill)
+    trials = SizeTrials(model, example, has_values=lazies.are_in_memory, prepare=lazies.fill)
     program = captured(
         model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
     )

@@ -120,7 +120,7 @@ def export_training(
         watch = Stopwatch(progressed)
         with watch.running(), _kept_buffers(together):
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
-            trials = SizeTrials(example, has_values=True)
+            trials = SizeTrials(together, example)
             values: tuple[Any, dict[str, Any]] = (*args, *labels), {}
             program = exporting.captured(together, values, example, trials, gradients=True)
             results = _results(program)

@@ -25,7 +25,7 @@ from dynamo_moe.tracing.dynamic_shapes import (
     sizes_of_one_name,
 )
 from dynamo_moe.tracing.exportable_models import exportable_models
-from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
+from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
@@ -106,8 +106,8 @@ def _checked_trace(
     decisions = decisions_of(program, noted)
     if any(isinstance(m, ConvertedModule) and m.runs_own_code for m in model.modules()):
         # It is left at a certain call of a function, of which a trace may have others.
-        trials.check_example(model_run(model, example), program_run(program))
-    trials.check(program, decisions, model_run(model, example), program_run(program))
+        trials.check_example(program)
+    trials.check_trace(program, decisions)
     return with_casts(program, strict=strict)
 
 

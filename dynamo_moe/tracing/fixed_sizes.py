@@ -75,43 +75,88 @@ class SizeTrials:
     Attributes:
         notes: Decisions that could not be tried, for the user of the file.
         sizes: Sizes that decisions name.
-        decisions: Those that were compared. What is made of a program later no longer decides them,
-            but may have their outcome in it: an operator that takes any size, in a decomposition
-            for the example's.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         example: DynamicExample,
         *,
         has_values: bool = True,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Makes trials of what is traced with an example; ``prepare`` runs before a run."""
+        """Makes trials of a model that is traced with an example; ``prepare`` runs before a run."""
         self.notes: list[str] = []
         self.sizes: set[int] = set()
-        self.decisions: list[Decision] = []
-        self._example = example
+        self._model, self._example = model, example
         self._has_values, self._prepare = has_values, prepare
+        self._decisions: list[Decision] = []
 
-    def check(
+    def check_trace(self, program: ExportedProgram, decisions: Sequence[Decision]) -> None:
+        """Compares a model with its trace at sizes where decisions come out differently.
+
+        Args:
+            program: A program whose inputs' sizes are the decisions' symbols.
+            decisions: What was decided by sizes as it was traced.
+
+        Raises:
+            FixedSizeError: With the line of the model that decides.
+        """
+        self._decisions = [*decisions]
+        self._check(
+            program, decisions, _model_run(self._model, self._example), _program_run(program)
+        )
+
+    def check_decomposed(
+        self, program: ExportedProgram, decisions: Sequence[Decision], module: fx.GraphModule
+    ) -> None:
+        """Compares a trace with its decomposition, at sizes that the model takes.
+
+        The trace's decisions hold as it is decomposed, and are not made again: an operator that the
+        trace has for any size may become others for the example's alone. So they are tried again.
+
+        Args:
+            program: The trace, which has been compared with the model.
+            decisions: What was decided by sizes as it was decomposed.
+            module: The trace's graph, decomposed.
+
+        Raises:
+            FixedSizeError: With the line of the model that decides.
+        """
+        takes, run = _model_run(self._model, self._example), _program_run(program)
+
+        def where_taken(leaves: Sequence[Any]) -> Sequence[Any]:
+            takes(leaves)
+            return run(leaves)
+
+        known = {decision.condition for decision in self._decisions}
+        new = [decision for decision in decisions if decision.condition not in known]
+        self._check(program, [*self._decisions, *new], where_taken, _program_run(program, module))
+
+    def check_example(self, program: ExportedProgram) -> None:
+        """Compares a model with its trace at the example.
+
+        Raises:
+            ValueError: If they are not the same, or the weights have no values to compare with.
+        """
+        leaves = pytree.tree_leaves((self._example.args, self._example.kwargs))
+        if not self._has_values:
+            raise ValueError(
+                "a layer is routed by its own code, and its trace cannot be compared with it: the "
+                "weights have no values"
+            )
+        runs = _program_run(program), _model_run(self._model, self._example)
+        if not all(map(_equal, *(self._running(run)(leaves) for run in runs))):
+            raise ValueError("a layer is routed by its own code, whose trace computes other values")
+
+    def _check(
         self,
         program: ExportedProgram,
         decisions: Sequence[Decision],
         reference: Run,
         candidate: Run,
     ) -> None:
-        """Compares two computations at sizes where decisions come out differently.
-
-        Args:
-            program: A program whose inputs' sizes are the decisions' symbols.
-            decisions: What was decided by sizes when ``candidate`` was made.
-            reference: Gives the right results, or raises an error for sizes that it does not take.
-            candidate: The computation that is compared with it.
-
-        Raises:
-            FixedSizeError: With the line of the model that decides.
-        """
+        """Compares two computations; the reference may raise errors for sizes that it refuses."""
         decisions = [decision for decision in decisions if decision.condition.free_symbols]
         if not decisions or self._example.shapes is None:
             return
@@ -122,7 +167,6 @@ class SizeTrials:
                 "shapes could be compared, have moved"
             )
             return
-        self.decisions += [known for known in decisions if known not in self.decisions]
         conditions = [decision.condition for decision in decisions]
         numbers = {int(n) for c in conditions for n in c.atoms(sympy.Integer)}
         self.sizes |= {number for number in numbers if number <= _LARGEST}
@@ -151,22 +195,6 @@ class SizeTrials:
                         "at others"
                     )
 
-    def check_example(self, reference: Run, candidate: Run) -> None:
-        """Compares two computations of the example.
-
-        Raises:
-            ValueError: If they are not the same, or the weights have no values to compare with.
-        """
-        leaves = pytree.tree_leaves((self._example.args, self._example.kwargs))
-        if not self._has_values:
-            raise ValueError(
-                "a layer is routed by its own code, and its trace cannot be compared with it: the "
-                "weights have no values"
-            )
-        runs = self._running(candidate)(leaves), self._running(reference)(leaves)
-        if not all(map(_equal, *runs)):
-            raise ValueError("a layer is routed by its own code, whose trace computes other values")
-
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
@@ -186,7 +214,7 @@ class SizeTrials:
         return running
 
 
-def model_run(model: nn.Module, example: DynamicExample) -> Run:
+def _model_run(model: nn.Module, example: DynamicExample) -> Run:
     """Returns a run of a model, which leaves its buffers and its other state as they are."""
     _, spec = pytree.tree_flatten((example.args, example.kwargs))
     restore = functools.cache(lambda: state_of(model))
@@ -203,7 +231,7 @@ def model_run(model: nn.Module, example: DynamicExample) -> Run:
     return run
 
 
-def program_run(program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
+def _program_run(program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
     """Returns a run of a traced program, or of another module with its signature."""
     signature = program.graph_signature
     values = {**program.state_dict, **program.constants}
@@ -233,7 +261,11 @@ def _copied(value: Any) -> Any:
 
 class _Run(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return None if target in ASSERTIONS else super().call_function(target, args, kwargs)
+        if target in ASSERTIONS:
+            return None
+        if target is torch.ops.aten.view.default:  # A file has no strides that it could not take.
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
 
 
 class _Trials:

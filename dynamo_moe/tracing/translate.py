@@ -28,7 +28,7 @@ from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import attention, shortcuts, size_arithmetic
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
-from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
+from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError, all_nodes
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
@@ -128,8 +128,8 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
     with shortcuts.decomposing():
         with decisions_noted() as noted:
             module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
-        decisions = [*trials.decisions, *(decisions_of(program, noted) if noted else ())]
-        trials.check(program, decisions, program_run(program), program_run(program, module))
+        decisions = decisions_of(program, noted) if noted else []
+        trials.check_decomposed(program, decisions, module)
         exporter.promote_dtypes(module)
     size_arithmetic.in_float64(module)
     with _translating():

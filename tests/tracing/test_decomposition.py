@@ -338,8 +338,9 @@ def test_signatures_are_derived_once_and_nothing_is_left_behind() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OpSignature, "from_op_schema", staticmethod(counting))
         ours = vars(OpSignature)["from_op_schema"]
-        program = traced(Call(lambda x: x * 2 + x * 3), torch.randn(3, 6))
-        trials = SizeTrials(DynamicExample((torch.randn(3, 6),), {}, None, []))
+        model, x = Call(lambda x: x * 2 + x * 3), torch.randn(3, 6)
+        program = traced(model, x)
+        trials = SizeTrials(model, DynamicExample((x,), {}, None, []))
         translate._translate_in_steps(program, 20, trials)
         assert vars(OpSignature)["from_op_schema"] is ours
     assert derived.count("Mul") == 1
