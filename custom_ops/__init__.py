@@ -1,7 +1,7 @@
 """Dropless MoE layers: the PyTorch operators and their oracle.
 
 Importing this package registers ``torch.ops.moe.dropless`` and ``torch.ops.moe.experts``, both also
-for packed weights, and ``torch.ops.moe.rms_norm``.
+for packed weights, ``torch.ops.moe.rms_norm`` and ``torch.ops.moe.sum_over_ranks``.
 """
 
 from custom_ops.dropless import dropless
@@ -9,6 +9,7 @@ from custom_ops.experts import experts
 from custom_ops.offload.calls import offload_experts
 from custom_ops.options import ACTIVATIONS, PRE_NORMS, SCORINGS, ExpertOptions, RouterOptions
 from custom_ops.packed import dropless_packed, experts_packed
+from custom_ops.ranks import sum_over_ranks
 from custom_ops.rms_norm import rms_norm
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "dropless_packed",
     "experts_packed",
     "rms_norm",
+    "sum_over_ranks",
     # Experts in host memory
     "offload_experts",
     # Options

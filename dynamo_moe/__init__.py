@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dynamo_moe.operators.registration import register_op
     from dynamo_moe.quantization import QuantizationReport, quantize
     from dynamo_moe.sessions import session
+    from dynamo_moe.sharding import ShardReport, shard, sharded
     from dynamo_moe.tolerances import Tolerance
     from dynamo_moe.training import TrainingReport, export_training
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
@@ -52,6 +53,10 @@ __all__ = [
     "QuantizationReport",
     # Experts in host memory
     "offload",
+    # Experts over ranks
+    "shard",
+    "sharded",
+    "ShardReport",
     # Opening checkpoints
     "open_checkpoint",
     "open_tensors",
@@ -99,6 +104,9 @@ _HOME = {
     "quantize": "quantization",
     "QuantizationReport": "quantization",
     "offload": "offloading",
+    "shard": "sharding",
+    "sharded": "sharding",
+    "ShardReport": "sharding",
     "open_checkpoint": "weights.checkpoints",
     "open_tensors": "weights.checkpoints",
     "load_infmoe": "conversion.infmoe",

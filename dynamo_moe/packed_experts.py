@@ -12,6 +12,7 @@ import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.packed_weights import PackedWeight
 from custom_ops.weight_formats import GLOBAL_SCALES, STORED_SUFFIXES
+from dynamo_moe import local_experts
 
 #: The name of the module within a layer.
 NAME = "packed_experts"
@@ -106,7 +107,10 @@ def experts(
     weights: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Computes :func:`custom_ops.experts` with a layer's packed experts, or the plain ones."""
+    """Computes :func:`custom_ops.experts` with a rank's share, packed experts, or the plain ones."""
+    local = local_experts.of(layer)
+    if local is not None:
+        return local.experts(x, ids, weights, **options)
     packed = of(layer)
     if packed is not None:
         return packed.experts(x, ids, weights, **options)
@@ -120,7 +124,10 @@ def dropless(
     router_weight: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Computes :func:`custom_ops.dropless` with a layer's packed experts, or the plain ones."""
+    """Computes :func:`custom_ops.dropless` with a rank's share, packed experts, or the plain ones."""
+    local = local_experts.of(layer)
+    if local is not None:
+        return local.dropless(x, router_weight, **options)
     packed = of(layer)
     if packed is not None:
         return packed.dropless(x, router_weight, **options)

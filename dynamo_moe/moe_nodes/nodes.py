@@ -53,6 +53,9 @@ INPUTS = {
     EXPERTS_PACKED: ("x", "expert_ids", "expert_weights", *_PACKED, "b1", "b2"),
 }
 
+#: The sum over the ranks that have a layer's experts.
+SUM_OVER_RANKS = "SumOverRanks"
+
 # In training files.
 DROPLESS_ROUTED = "DroplessMoERouted"
 DROPLESS_GRAD = "DroplessMoEGrad"

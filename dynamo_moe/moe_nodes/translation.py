@@ -14,6 +14,7 @@ from custom_ops.packed_weights import ENCODINGS, WHOLE, Encoding
 from custom_ops.weight_formats import GLOBAL_SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import training_body
+from dynamo_moe.moe_nodes.bodies.ranks import sum_over_ranks_body
 from dynamo_moe.moe_nodes.nodes import (
     BLOCK_ROWS,
     BLOCK_SIZE,
@@ -26,6 +27,7 @@ from dynamo_moe.moe_nodes.nodes import (
     EXPERTS_GRAD,
     EXPERTS_PACKED,
     KERNELS,
+    SUM_OVER_RANKS,
     TENSORRT_ATTRIBUTES,
     TRAIN_PARAMETERS,
     WEIGHT_FORMAT,
@@ -139,6 +141,10 @@ def _rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     return rms_norm_body(node, opset, beside=registry.TARGETS[target].keeps_nodes)
 
 
+def _sum_over_ranks_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+    return sum_over_ranks_body(node, opset, registry.TARGETS[target].collective)
+
+
 for _op, _op_type in (
     (torch.ops.moe.dropless, DROPLESS),
     (torch.ops.moe.experts, EXPERTS),
@@ -187,4 +193,13 @@ register_op(
     shape_inference="like:x",
     body=_rms_norm_body,
     doc="Root mean square normalisation over the last dimension.",
+)
+
+register_op(
+    torch.ops.moe.sum_over_ranks,
+    domain=DOMAIN,
+    op_type=SUM_OVER_RANKS,
+    shape_inference="like:y",
+    body=_sum_over_ranks_body,
+    doc="The sum of a tensor over the ranks that run the files of one model.",
 )

@@ -54,6 +54,8 @@ ONNXRUNTIME_QUICK_GELU = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "Qu
 ONNXRUNTIME_SKIP_NORM = ForeignOperator(
     "ONNX Runtime", ONNXRUNTIME_DOMAIN, "SkipSimplifiedLayerNormalization"
 )
+ONNXRUNTIME_ALL_REDUCE = ForeignOperator("ONNX Runtime", ONNXRUNTIME_DOMAIN, "AllReduce")
+TENSORRT_COLLECTIVE = ForeignOperator("TensorRT", "trt", "DistCollective", any_domain=True)
 
 # Of MoE layers.
 FOREIGN_OPERATORS = (ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE, TRT_MOE)
@@ -71,4 +73,8 @@ def is_foreign(domain: str, op_type: str) -> bool:
     >>> is_foreign("com.microsoft", "QuickGelu"), is_foreign("", "Gelu")
     (True, False)
     """
-    return domain.startswith(ONNXRUNTIME_DOMAIN) or foreign_operator(domain, op_type) is not None
+    return (
+        domain.startswith(ONNXRUNTIME_DOMAIN)
+        or foreign_operator(domain, op_type) is not None
+        or TENSORRT_COLLECTIVE.is_of(domain, op_type)
+    )

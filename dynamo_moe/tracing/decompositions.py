@@ -431,6 +431,15 @@ def _topk(
     return values.to(x.dtype), indices
 
 
+@decomposes(_aten.sort.stable)
+def _stable_sort(
+    x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[Tensor, Tensor]:
+    # Becomes TopK, which the standard has take the lower index first.
+    values, indices = torch.sort(x, dim, descending)
+    return values, indices
+
+
 # --- Padding and cropping ---
 
 

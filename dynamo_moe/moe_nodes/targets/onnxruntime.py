@@ -5,7 +5,12 @@ from __future__ import annotations
 from dynamo_moe.moe_nodes.bodies.layer import onnxruntime_body
 from dynamo_moe.moe_nodes.bodies.of_node import of_configuration
 from dynamo_moe.moe_nodes.targets.record import Target
-from dynamo_moe.operators.foreign import ONNXRUNTIME_MATMUL, ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE
+from dynamo_moe.operators.foreign import (
+    ONNXRUNTIME_ALL_REDUCE,
+    ONNXRUNTIME_MATMUL,
+    ONNXRUNTIME_MOE,
+    ONNXRUNTIME_QMOE,
+)
 
 ONNXRUNTIME = Target(
     name="onnxruntime",
@@ -15,6 +20,7 @@ ONNXRUNTIME = Target(
     takes_attention=True,
     foreign=(ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE),
     packed_product=ONNXRUNTIME_MATMUL,
+    collective=ONNXRUNTIME_ALL_REDUCE,
     approximations={
         "gelu": "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
     },

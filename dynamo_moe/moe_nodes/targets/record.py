@@ -10,7 +10,7 @@ import onnx_ir as ir
 from custom_ops.options import WeightLayout
 from dynamo_moe.moe_nodes.bodies.of_node import LayerBody, config_of
 from dynamo_moe.moe_nodes.targets.names import TargetName
-from dynamo_moe.operators.foreign import ForeignOperator
+from dynamo_moe.operators.foreign import TENSORRT_COLLECTIVE, ForeignOperator
 
 DEFAULT_OPSET = 20
 """Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
@@ -33,6 +33,7 @@ class Target:
         foreign: The operators of a runtime that the bodies use.
         packed_product: The runtime's operator that multiplies packed matrices; None:
             DequantizeLinear reads them for the standard's products.
+        collective: The runtime's operator that sums over ranks.
         runs_in_onnxruntime: Whether ONNX Runtime runs the files.
         approximations: What a user should know of activations that are computed in another form.
         note: What a user of any file with MoE layers should know.
@@ -47,6 +48,7 @@ class Target:
     takes_attention: bool = False
     foreign: tuple[ForeignOperator, ...] = ()
     packed_product: ForeignOperator | None = None
+    collective: ForeignOperator = TENSORRT_COLLECTIVE
     runs_in_onnxruntime: bool = True
     approximations: Mapping[str, str] = field(default_factory=dict)
     note: str = ""

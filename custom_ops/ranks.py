@@ -1,0 +1,108 @@
+"""``torch.ops.moe.sum_over_ranks``: the sum of what the ranks of a group have computed.
+
+The experts of a layer that is sharded are those of a rank alone, so each rank has a part of every
+token's sum. The collective is PyTorch's own functional all-reduce, which waits for no host and can
+be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops._library import LIBRARY
+
+LIBRARY.define(
+    "sum_over_ranks(Tensor y, int ranks, str group='') -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+#: The name of no group: a rank is alone, as while its file is written, and its part is the result.
+ALONE = ""
+
+
+def sum_over_ranks(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
+    """Sums a tensor over the ranks of a process group.
+
+    Args:
+        y: A rank's part, of any shape, which all ranks have; a dtype that the group's backend sums.
+        ranks: The size of the group, at least 1.
+        group: The group's name, ``ProcessGroup.group_name``; or :data:`ALONE`.
+
+    Returns:
+        The sum, the same on every rank, in y's shape and dtype. Its gradient is that of every part.
+
+    Raises:
+        ValueError: If ``ranks`` is below 1.
+        RuntimeError: If there is no group of this name, or a rank fails or does not answer in the
+            group's time limit.
+
+    Example:
+        >>> import torch
+        >>> sum_over_ranks(torch.ones(2), 4, ALONE)
+        tensor([1., 1.])
+    """
+    result: Tensor = torch.ops.moe.sum_over_ranks(y, ranks, group)
+    return result
+
+
+def copy_to_ranks(x: Tensor, group: str) -> Tensor:
+    """Returns a tensor that all ranks have; its gradient is the sum of theirs.
+
+    Each rank computes a part from it, so each has a part of its gradient. Without gradients it is
+    the tensor itself.
+    """
+    if group == ALONE or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    copied: Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(gradients[0].contiguous(), ctx.group), None
+
+
+@torch.library.register_fake("moe::sum_over_ranks", lib=LIBRARY)
+def _sum_over_ranks_fake(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
+    _check(ranks)
+    return y.new_empty(y.shape)
+
+
+@torch.library.impl(LIBRARY, "sum_over_ranks", "CompositeExplicitAutograd")
+def _sum_over_ranks_forward(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
+    _check(ranks)
+    part = y.contiguous()
+    return part.clone() if group == ALONE else _all_reduced(part, group)
+
+
+def _all_reduced(part: Tensor, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    result: Tensor = collectives.wait_tensor(collectives.all_reduce(part, "sum", group))
+    return result
+
+
+def _check(ranks: int) -> None:
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Nothing is kept for the backward pass."""
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    return dy, None, None
+
+
+torch.library.register_autograd(
+    "moe::sum_over_ranks", _backward, setup_context=_setup_context, lib=LIBRARY
+)

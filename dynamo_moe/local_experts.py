@@ -1,0 +1,112 @@
+"""A rank's share of a layer's experts, as a module within the layer's own.
+
+Legend: T tokens, D model width, E experts of the layer, of which the rank has C; K choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import custom_ops
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.options import RouterOptions
+from custom_ops.ranks import copy_to_ranks
+from custom_ops.routing import route
+
+#: The name of the module within a layer.
+NAME = "local_experts"
+
+_ROUTER_OPTIONS = {field.name for field in fields(RouterOptions)}
+
+
+class PlainExperts(nn.Module):
+    """Experts whose weights are parameters, as the operators take them.
+
+    Args:
+        weights: ``[C, F, D]``, ``[C, F]`` or None, ``[C, D, H]``, and ``[C, D]`` or None.
+    """
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        super().__init__()
+        for name, weight in weights._asdict().items():
+            self.register_parameter(name, None if weight is None else nn.Parameter(weight))
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        """Computes :func:`custom_ops.experts` with these weights."""
+        return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2, **options)
+
+
+class LocalExperts(nn.Module):
+    """The experts of a layer that one rank of a group has, consecutive ones.
+
+    A token's experts on other ranks get the id -1, the rank's own compute, and the parts of all
+    ranks are summed. No token moves.
+
+    Args:
+        part: The rank's experts, with a method ``experts`` as :class:`PlainExperts` has it; None:
+            the rank has none.
+        share: The numbers of its experts in the layer.
+        total: All of the layer's experts, E.
+        rank: The rank, in ``0..ranks-1``.
+        ranks: The size of the group.
+        group: Its name; empty: no other rank is there, and the results are the rank's parts.
+    """
+
+    def __init__(
+        self, part: nn.Module | None, share: range, total: int, rank: int, ranks: int, group: str
+    ) -> None:
+        super().__init__()
+        self.part = part
+        self.share, self.total = share, total
+        self.rank, self.ranks, self.group = rank, ranks, group
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        """Computes :func:`custom_ops.experts` with the experts of all ranks."""
+        residual = options.pop("residual", False)
+        local = ids - self.share.start
+        local = torch.where((local >= 0) & (local < len(self.share)), local, -1)
+        x_of_all, weights = copy_to_ranks(x, self.group), copy_to_ranks(weights, self.group)
+        part: Any = self.part
+        y = (
+            torch.zeros_like(x_of_all)
+            if part is None
+            else part.experts(x_of_all, local, weights, **options)
+        )
+        y = custom_ops.sum_over_ranks(y, self.ranks, self.group)
+        return x + y if residual else y
+
+    def dropless(
+        self,
+        x: Tensor,
+        router_weight: Tensor,
+        router_bias: Tensor | None = None,
+        selection_bias: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Computes :func:`custom_ops.dropless` with the experts of all ranks."""
+        router = {name: options.pop(name) for name in _ROUTER_OPTIONS & options.keys()}
+        with torch.autocast(x.device.type, enabled=False):
+            ids, weights = route(
+                x, router_weight, router_bias, RouterOptions(**router), selection_bias
+            )
+        return self.experts(x, ids, weights, **options)
+
+    def extra_repr(self) -> str:
+        """The share, for ``print(model)``."""
+        share = f"experts {self.share.start} to {self.share.stop - 1}" if self.share else "none"
+        return f"{share} of {self.total}, rank {self.rank} of {self.ranks}"
+
+
+def of(layer: nn.Module) -> LocalExperts | None:
+    """Returns a rank's share of a layer's experts; None if the layer is not sharded."""
+    module = getattr(layer, NAME, None)
+    return module if isinstance(module, LocalExperts) else None

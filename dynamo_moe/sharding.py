@@ -1,0 +1,257 @@
+"""``shard``: the experts of a converted model over the ranks of a process group.
+
+Legend: E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.ranks import ALONE
+from dynamo_moe import local_experts, packed_experts
+from dynamo_moe.conversion.layer_spec import ConvertedLayer
+from dynamo_moe.conversion.packing import (
+    converted_layers,
+    experts_parameters,
+    experts_weights,
+    shared_weights,
+)
+from dynamo_moe.json_values import json_values
+from dynamo_moe.local_experts import LocalExperts, PlainExperts
+from dynamo_moe.packed_experts import PackedExperts
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+
+Plan = Literal["experts"]
+
+
+@dataclass(frozen=True)
+class ShardedLayer:
+    """A layer of which a rank has some experts.
+
+    Attributes:
+        name: Its path in the model.
+        first: The number of the rank's first expert.
+        count: How many experts the rank has, which follow one another.
+        total: All of the layer's experts.
+        bytes: Those of the rank's experts.
+    """
+
+    name: str
+    first: int
+    count: int
+    total: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """The result of :func:`shard`.
+
+    Attributes:
+        rank: The rank, in ``0..ranks-1``.
+        ranks: The size of the group.
+        layers: The layers, each with the rank's share.
+    """
+
+    rank: int
+    ranks: int
+    layers: tuple[ShardedLayer, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
+        return json_values(self)
+
+    def __str__(self) -> str:
+        counts = sorted({(layer.count, layer.total) for layer in self.layers})
+        shares = ", ".join(f"{count} of {total}" for count, total in counts)
+        size = sum(layer.bytes for layer in self.layers)
+        return (
+            f"rank {self.rank} of {self.ranks} has {shares} experts of {len(self.layers)} layers: "
+            f"{size:,} bytes"
+        )
+
+
+def shard(
+    model: nn.Module,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    plan: Plan = "experts",
+) -> ShardReport:
+    """Leaves a converted model the experts of this process's rank, in place.
+
+    Every rank calls it on the same model, and then the model with the same tokens. Routers,
+    attention and shared experts stay whole on all ranks. Each rank routes all tokens, computes
+    those of its own experts, and one all-reduce for each layer sums what the ranks have; no token
+    moves. The results are those of the whole model within the order of the sum, which in half
+    precision rounds each rank's part; gradients are the whole model's, those of replicated
+    parameters the same on every rank.
+
+    The rank's weights are parameters of a module ``local_experts`` within the layer; the others are
+    released. So load a state dict of the whole model before.
+
+    Args:
+        model: The model, after :func:`convert`; plain, quantised, or opened by
+            :func:`open_checkpoint`, of which a rank then reads its own experts alone.
+        group: The process group, or a mesh of one dimension; None: the default group. E need not be
+            a multiple of its size: the first ranks have one expert more.
+        plan: ``experts``: experts are split, all else is replicated.
+
+    Returns:
+        The rank's share.
+
+    Raises:
+        ValueError: If there is no layer, a layer is sharded or offloaded already, experts' weights
+            are shared with another layer, this process is not in the group, or the plan is unknown.
+            The model is as it was then.
+        RuntimeError: If ``torch.distributed`` is not initialized.
+    """
+    if plan not in get_args(Plan):
+        raise ValueError(f"plan must be one of {', '.join(get_args(Plan))}; got {plan!r}")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialized: start the processes with torchrun, and call "
+            "torch.distributed.init_process_group first"
+        )
+    members = _process_group(group)
+    rank = dist.get_rank(members)
+    if rank < 0:
+        raise ValueError("this process is not in the group")
+    place = _Place(rank, members.size(), members.group_name)
+    replaced = _replace(model, place, copies=True)
+    return ShardReport(place.rank, place.ranks, tuple(layer.report() for layer in replaced))
+
+
+@contextmanager
+def sharded(model: nn.Module, rank: int, ranks: int) -> Iterator[ShardReport]:
+    """Gives a converted model the experts of a rank until the context ends, without the others.
+
+    There is no process group: the layers' results are the rank's parts of the sums.
+
+    Args:
+        model: The model, after :func:`convert`.
+        rank: The rank, in ``0..ranks-1``.
+        ranks: How many there are, at least 1.
+
+    Raises:
+        ValueError: As :func:`shard`, or if ``rank`` is out of range.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
+    replaced = _replace(model, _Place(rank, ranks, ALONE), copies=False)
+    try:
+        yield ShardReport(rank, ranks, tuple(layer.report() for layer in replaced))
+    finally:
+        for layer in replaced:
+            layer.undo()
+
+
+def share_of(total: int, rank: int, ranks: int) -> range:
+    """Returns the experts of a rank: consecutive ones, the first ranks one more where it is uneven.
+
+    Example:
+        >>> [share_of(10, rank, 4) for rank in range(4)]
+        [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+    """
+    size, more = divmod(total, ranks)
+    first = rank * size + min(rank, more)
+    return range(first, first + size + (rank < more))
+
+
+class _Place(NamedTuple):
+    """A rank in a group."""
+
+    rank: int
+    ranks: int
+    group: str
+
+
+class _Replaced(NamedTuple):
+    """A layer's own experts and the share that took their place."""
+
+    path: str
+    layer: nn.Module
+    share: LocalExperts
+    parameters: dict[str, nn.Parameter]
+    packed: PackedExperts | None
+
+    def report(self) -> ShardedLayer:
+        stored = [*self.share.parameters(), *self.share.buffers()]
+        numbers, size = self.share.share, sum(tensor.nbytes for tensor in stored)
+        return ShardedLayer(self.path, numbers.start, len(numbers), self.share.total, size)
+
+    def install(self) -> None:
+        if self.packed is not None:
+            delattr(self.layer, packed_experts.NAME)
+        self._set({name: None for name in self.parameters})
+        self.layer.add_module(local_experts.NAME, self.share)
+
+    def undo(self) -> None:
+        delattr(self.layer, local_experts.NAME)
+        self._set(self.parameters)
+        if self.packed is not None:
+            self.layer.add_module(packed_experts.NAME, self.packed)
+
+    def _set(self, parameters: dict[str, Any]) -> None:
+        for path, parameter in parameters.items():
+            owner, _, name = path.rpartition(".")
+            self.layer.get_submodule(owner).register_parameter(name, parameter)
+        if isinstance(self.layer, ConvertedLayer):
+            self.layer.forget_weights()
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"a mesh must have one dimension, got {group.ndim}: name one of them")
+        return group.get_group()
+    members: Any = dist.group.WORLD if group is None else group
+    return members  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _replace(model: nn.Module, place: _Place, *, copies: bool) -> list[_Replaced]:
+    """Gives all layers their share; with ``copies`` it has memory of its own."""
+    layers = converted_layers(model)
+    if not layers:
+        raise ValueError("the model has no layers on torch.ops.moe; convert it first")
+    for path, layer in layers.items():
+        if local_experts.of(layer) is not None:
+            raise ValueError(f"the experts of {path!r} are sharded already")
+    for path, reason in shared_weights(model, layers).items():
+        raise ValueError(f"the experts of {path!r} cannot be sharded: {reason}")
+    replaced = [_share(path, layer, place, copies=copies) for path, layer in layers.items()]
+    for found in replaced:
+        found.install()
+    return replaced
+
+
+def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Replaced:
+    packed = packed_experts.of(layer)
+    parameters = experts_parameters(layer)
+    weights: Any = experts_weights(layer) if packed is None else packed.packed_weights()
+    total = (weights.w1 if packed is None else weights[0].values).shape[0]
+    share = share_of(total, place.rank, place.ranks)
+
+    def local(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        part = tensor.detach()[share.start : share.stop]
+        return part.clone() if copies and not isinstance(part, LazyTensor) else part
+
+    part: nn.Module | None = None
+    if share and packed is None:
+        part = PlainExperts(ExpertWeights(*map(local, weights)))
+        part.requires_grad_(any(parameter.requires_grad for parameter in parameters.values()))
+    elif share and packed is not None:
+        w1, w2 = (weight.each(local) for weight in weights)
+        part = PackedExperts(packed.weight_format, w1, local(packed.b1), w2, local(packed.b2))
+    return _Replaced(path, layer, LocalExperts(part, share, total, *place), parameters, packed)
