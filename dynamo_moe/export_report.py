@@ -19,7 +19,7 @@ class ExportReport:
     """The outcome of :func:`export`.
 
     Attributes:
-        path: The ONNX file.
+        path: The ONNX file; of files for several ranks, that of rank 0.
         files: All files written, the ONNX file first.
         target: ``plugin``, ``dense``, ``onnxruntime`` or ``tensorrt_moe``.
         body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
@@ -36,6 +36,7 @@ class ExportReport:
             browser.
         blocks: Of blocks that repeat, how many were traced, or why each of them was.
         notes: What a user of the file should know.
+        ranks: For how many devices there is a file each; None: there is one for all.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class ExportReport:
     profile: tuple[Path, ...]
     blocks: tuple[str, ...]
     notes: tuple[str, ...]
+    ranks: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""
@@ -63,6 +65,8 @@ class ExportReport:
         table = Table(show_header=False, title=title, title_justify="left")
         unrolled = ", body unrolled" if self.body == "unrolled" else ""
         table.add_row("target", f"{self.target}{unrolled}")
+        if self.ranks is not None:
+            table.add_row("ranks", f"{self.ranks}, a file each")
         counts = (f"{count} {operator}" for operator, count in self.operators.items())
         table.add_row("MoE layers", ", ".join(counts) or "0")
         table.add_row("nodes", str(sum(self.nodes.values())))

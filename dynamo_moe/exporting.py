@@ -21,8 +21,9 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.export_report import ExportReport
-from dynamo_moe.files import file_form, inputs, metadata, model_files
+from dynamo_moe.files import file_form, inputs, metadata, model_files, rank_files
 from dynamo_moe.files.copies import Copies, Copy, with_copies
+from dynamo_moe.files.rank_files import rank_path
 from dynamo_moe.graph import dequantized_weights, lowering
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.fusion import FIRST_OPSET
@@ -37,6 +38,7 @@ from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
+from dynamo_moe.sharding import sharded
 from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture, without_constants
@@ -83,6 +85,7 @@ def export(
     link_weights: bool = False,
     layers_as_functions: bool = False,
     repeated_blocks: RepeatedBlocks = "auto",
+    ranks: int | None = None,
     metadata_props: Mapping[str, str] | None = None,
     progress: bool | Progress = False,
     profile: bool = False,
@@ -148,6 +151,10 @@ def export(
             traced, and the others are their copies in the file, once a run of the whole model
             without values has shown that all of them run the same operators; the report says of
             which, or why of none. ``off``: each block is traced.
+        ranks: Files for so many devices, ``<name>.rank0.onnx`` and so on, each with a share of the
+            experts and all else: the devices compute one layer together, and sum their parts by the
+            runtime's own collective. No process group is needed, nor more than one process. None:
+            one file, for one device.
         metadata_props: Further entries of the file's metadata.
         progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
             called at the beginning of each phase with its name, 0 and 0, and while weights are
@@ -190,7 +197,10 @@ def export(
         )
     if repeated_blocks not in get_args(RepeatedBlocks):
         raise ValueError(f"repeated_blocks must be 'auto' or 'off', got {repeated_blocks!r}")
-    model_files.check_destination(path)
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"ranks must be an integer of at least 1, got {ranks!r}")
+    for file in [path] if ranks is None else [rank_path(path, rank) for rank in range(ranks)]:
+        model_files.check_destination(file)
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple):
@@ -214,9 +224,13 @@ def export(
             metadata_props or {},
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
-            written = _write(model, arguments, dynamic_shapes, form, path, external_data)
+            written = [
+                *_write_all(model, arguments, dynamic_shapes, form, path, external_data, ranks)
+            ]
     # A module that calls torch.ops.moe itself needs no conversion.
-    layers = written.layers
+    first = written[0]
+    layers = first.layers
+    files = tuple(file for each in written for file in each.files)
     remaining = tuple(layer for layer in remaining if not _has_layer(layer.module, layers))
     warned = [unconverted.warning(remaining)] if remaining else []
     bypassed = [
@@ -227,20 +241,21 @@ def export(
     for message in warned:
         warnings.warn(message, stacklevel=2)
     return ExportReport(
-        path=path,
-        files=tuple(written.files),
+        path=files[0],
+        files=files,
         target=target,
         body=body if body in lowered_for.bodies else None,
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
-        nodes=dict(written.operators.most_common()),
-        parameters_bytes=written.parameters_bytes,
-        file_bytes=sum(file.stat().st_size for file in written.files),
+        nodes=dict(first.operators.most_common()),
+        parameters_bytes=sum(each.parameters_bytes for each in written),
+        file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path) if sampled else (),
-        blocks=tuple(written.blocks),
-        notes=(*written.notes, *warned),
+        blocks=tuple(first.blocks),
+        notes=(*dict.fromkeys(note for each in written for note in each.notes), *warned),
+        ranks=ranks,
     )
 
 
@@ -274,6 +289,35 @@ class _Written(NamedTuple):
     notes: list[str]
 
 
+def _write_all(
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    dynamic_shapes: DynamicShapes,
+    form: _Form,
+    path: Path,
+    external_data: bool | None,
+    ranks: int | None,
+) -> Iterator[_Written]:
+    """Writes the file, or one for each rank, which take their places once all are written."""
+    if ranks is None:
+        yield _write(model, arguments, dynamic_shapes, form, path, external_data)
+        return
+    written: list[_Written] = []
+    try:
+        for rank in range(ranks):
+            part = path.with_name(f".{rank_path(path, rank).name}")
+            with sharded(model, rank, ranks):
+                written.append(_write(model, arguments, dynamic_shapes, form, part, external_data))
+    except BaseException:
+        for each in written:
+            for file in each.files:
+                file.unlink()
+        raise
+    for rank, each in enumerate(written):
+        files = model_files.rename_model(each.files, rank_path(path, rank))
+        yield each._replace(files=files)
+
+
 def _write(
     model: torch.nn.Module,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -290,6 +334,7 @@ def _write(
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
+        rank_files.store(model_ir, model)
         file_form.store_linear(model_ir, model)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -5,6 +5,7 @@ Legend: T tokens, D model width, E experts of the layer, of which the rank has C
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -110,3 +111,14 @@ def of(layer: nn.Module) -> LocalExperts | None:
     """Returns a rank's share of a layer's experts; None if the layer is not sharded."""
     module = getattr(layer, NAME, None)
     return module if isinstance(module, LocalExperts) else None
+
+
+def need_whole(layers: Mapping[str, nn.Module], doing: str) -> None:
+    """Checks that no layer is sharded, for what is done with whole ones.
+
+    Raises:
+        ValueError: With the first that is, and ``doing``.
+    """
+    for path, layer in layers.items():
+        if of(layer) is not None:
+            raise ValueError(f"the experts of {path!r} are sharded already: {doing}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.offload import cache_bytes
-from dynamo_moe import packed_experts
+from dynamo_moe import local_experts, packed_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.conversion.packing import converted_layers, experts_parameters
 
@@ -66,6 +66,7 @@ def offload(
     layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
+    local_experts.need_whole(layers, "only whole layers are offloaded")
     if isinstance(resident_experts, Mapping):
         unknown = [path for path in resident_experts if path not in layers]
         if unknown:

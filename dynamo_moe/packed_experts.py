@@ -107,7 +107,7 @@ def experts(
     weights: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Computes :func:`custom_ops.experts` with a rank's share, packed experts, or the plain ones."""
+    """Computes :func:`custom_ops.experts` with a rank's share, or packed or plain experts."""
     local = local_experts.of(layer)
     if local is not None:
         return local.experts(x, ids, weights, **options)
@@ -124,7 +124,7 @@ def dropless(
     router_weight: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Computes :func:`custom_ops.dropless` with a rank's share, packed experts, or the plain ones."""
+    """Computes :func:`custom_ops.dropless` with a rank's share, or packed or plain experts."""
     local = local_experts.of(layer)
     if local is not None:
         return local.dropless(x, router_weight, **options)

@@ -21,7 +21,7 @@ from custom_ops.packed_weights import (
     divides,
     encoding_of,
 )
-from dynamo_moe import packed_experts
+from dynamo_moe import local_experts, packed_experts
 from dynamo_moe.conversion.linear_layers import IGNORED, linear_layers
 from dynamo_moe.conversion.packing import (
     converted_layers,
@@ -182,6 +182,7 @@ def quantize(
     layers = converted_layers(model)
     if weight_format is not None and not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
+    local_experts.need_whole(layers, "quantise a model before")
     left = [path for path, module in layers.items() if packed_experts.of(module) is not None]
     taken = {path: module for path, module in layers.items() if path not in left}
     done: list[QuantizedLayer] = []

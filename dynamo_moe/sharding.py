@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from custom_ops.expert_weights import ExpertWeights
@@ -109,7 +109,7 @@ def shard(
         The rank's share.
 
     Raises:
-        ValueError: If there is no layer, a layer is sharded or offloaded already, experts' weights
+        ValueError: If there is no layer, a layer is sharded already, experts' weights
             are shared with another layer, this process is not in the group, or the plan is unknown.
             The model is as it was then.
         RuntimeError: If ``torch.distributed`` is not initialized.
@@ -191,7 +191,7 @@ class _Replaced(NamedTuple):
     def install(self) -> None:
         if self.packed is not None:
             delattr(self.layer, packed_experts.NAME)
-        self._set({name: None for name in self.parameters})
+        self._set(dict.fromkeys(self.parameters))
         self.layer.add_module(local_experts.NAME, self.share)
 
     def undo(self) -> None:
@@ -223,9 +223,7 @@ def _replace(model: nn.Module, place: _Place, *, copies: bool) -> list[_Replaced
     layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
-    for path, layer in layers.items():
-        if local_experts.of(layer) is not None:
-            raise ValueError(f"the experts of {path!r} are sharded already")
+    local_experts.need_whole(layers, "a model is sharded once")
     for path, reason in shared_weights(model, layers).items():
         raise ValueError(f"the experts of {path!r} cannot be sharded: {reason}")
     replaced = [_share(path, layer, place, copies=copies) for path, layer in layers.items()]

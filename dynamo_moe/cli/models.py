@@ -293,6 +293,16 @@ def export(
             rich_help_panel=_FILE,
         ),
     ] = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Files for N devices, OUT.rank0.onnx and so on, each with a share of the experts: "
+            "together they compute the model.",
+            rich_help_panel=_FILE,
+        ),
+    ] = None,
     profile: Annotated[
         bool,
         typer.Option(
@@ -308,8 +318,9 @@ def export(
     """Export a PyTorch model with MoE layers to ONNX."""
     console = Console(file=sys.stderr, quiet=quiet)
     with failures(debug):
-        if static and dynamic:
-            raise UsageError("--static and --dynamic contradict each other")
+        _check_together({"--static": static, "--dynamic": dynamic})
+        _check_together({"--ranks": ranks, "--format": folder_format})
+        _check_together({"--ranks": ranks, "--profile": profile})
         rounding = _rounding(quantize, quantize_linear, group, quantize_ignore)
         out = _one_output(out, output)
         out = out.resolve() if folder_format is not None else out
@@ -330,7 +341,7 @@ def export(
         target = target or ("onnxruntime" if for_runtime else DEFAULT_TARGET)
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
-        options |= {"repeated_blocks": repeated_blocks, "fuse": fuse}
+        options |= {"repeated_blocks": repeated_blocks, "fuse": fuse, "ranks": ranks}
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
@@ -427,6 +438,11 @@ def verify(
         report = _verify(console, file, module, [args] if shape and args else None)
         print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
+
+
+def _check_together(options: Mapping[str, Any]) -> None:
+    if all(options.values()):
+        raise UsageError(f"{' and '.join(options)} contradict each other")
 
 
 def _check_source(

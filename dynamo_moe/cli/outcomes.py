@@ -79,6 +79,7 @@ def named_finally(
         error.add_note(f"the file is left at {exported.path}, {out} was not written")
         raise
     from dynamo_moe.files import model_files
+    from dynamo_moe.files.rank_files import rank_path
 
     if written.is_dir():
         model_files.move_folder(written, out, exported.path)
@@ -86,7 +87,16 @@ def named_finally(
         files = [out / file.relative_to(written) for file in exported.files]
         profile = [out / file.relative_to(written) for file in exported.profile]
     else:
-        path, files = out, model_files.rename_model(exported.files, out)
+        moves = [(written, out)]
+        if exported.ranks is not None:
+            moves = [
+                (rank_path(written, rank), rank_path(out, rank)) for rank in range(exported.ranks)
+            ]
+        files = []
+        for old, new in moves:
+            moved = [file for file in exported.files if file.name in (old.name, f"{old.name}.data")]
+            files += model_files.rename_model(moved, new)
+        path = files[0]
         profile = [
             out.with_name(out.name + file.name.removeprefix(exported.path.name))
             for file in exported.profile

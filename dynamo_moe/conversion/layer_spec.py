@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
-from dynamo_moe import packed_experts, pytree
+from dynamo_moe import local_experts, packed_experts, pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
 from dynamo_moe.conversion.other_arguments import OtherTensor, is_plain
 from dynamo_moe.conversion.own_routing import OwnRouting
@@ -277,10 +277,12 @@ class ConvertedLayer(ConvertedModule):
         call = None if self.training else self._dynamo_moe_spec.call(args, kwargs)
         if call is not None:
             return self._dynamo_moe_spec(self, *call, self._dynamo_moe_weights)
-        if packed_experts.of(self) is not None:
+        is_packed = packed_experts.of(self) is not None
+        if is_packed or local_experts.of(self) is not None:
             raise NotImplementedError(
-                f"the experts of {self._dynamo_moe_original.__name__} are packed: it computes in "
-                "evaluation mode alone, for calls like those that it was compared with"
+                f"the experts of {self._dynamo_moe_original.__name__} are "
+                f"{'packed' if is_packed else 'sharded'}: it computes in evaluation mode alone, "
+                "for calls like those that it was compared with"
             )
         if not self.training:
             warnings.warn(

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from custom_ops.offload import WeightSource
 from custom_ops.packed_weights import encoding_of
 from custom_ops.weight_formats import suffixes_of
+from dynamo_moe.files import rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
 from dynamo_moe.files.offloading import OffloadedLayer
@@ -88,7 +89,19 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
         parameters=total.elements,
         weight_bytes=total.bytes,
         functions=tuple(_function(function) for function in model.functions),
+        rank=rank_files.record_of(model),
+        rank_problem=_rank_problem(path, model),
     )
+
+
+def _rank_problem(path: Path, model: onnx.ModelProto) -> str:
+    if rank_files.record_of(model) is None:
+        return ""
+    try:
+        rank_files.files_of_ranks(path)
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return ""
 
 
 def is_layer(node: onnx.NodeProto) -> bool:

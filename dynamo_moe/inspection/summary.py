@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dynamo_moe.files.offloading import OffloadedLayer, memory_of
 from dynamo_moe.files.offloading_view import layers_view
+from dynamo_moe.files.rank_files import RankRecord
 from dynamo_moe.json_values import json_values
 
 AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
@@ -141,6 +142,10 @@ class ModelSummary:
         parameters: Elements of all initializers; ``weights`` lists integers separately.
         weight_bytes: Their size.
         functions: Model-local functions.
+        rank: The rank that the file is for, and its share of each layer's experts; None: the file
+            is for all.
+        rank_problem: Why the files of all ranks are not one model, such as that one is missing;
+            empty if they are, or there is no rank.
     """
 
     path: Path
@@ -160,6 +165,8 @@ class ModelSummary:
     parameters: int
     weight_bytes: int
     functions: tuple[FunctionSummary, ...]
+    rank: RankRecord | None = None
+    rank_problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
@@ -202,6 +209,10 @@ def _facts(summary: ModelSummary) -> RenderableType:
     grid.add_row("file", Text.assemble((str(summary.path), "bold"), f"  {size}"))
     for name in summary.missing_files:
         grid.add_row("missing", Text(name, style="red"))
+    if summary.rank is not None:
+        grid.add_row("rank", Text(_rank(summary.rank)))
+    if summary.rank_problem:
+        grid.add_row("", Text(summary.rank_problem, style="red"))
     opsets = ", ".join(f"{domain} {version}" for domain, version in summary.opsets.items())
     grid.add_row("format", Text(f"ONNX IR {summary.ir_version}; opsets {opsets}"))
     if summary.producer:
@@ -210,6 +221,18 @@ def _facts(summary: ModelSummary) -> RenderableType:
         for i, value in enumerate(values):
             grid.add_row(title if i == 0 else "", _value(value))
     return grid
+
+
+def _rank(record: RankRecord) -> str:
+    """Says a file's rank, and its experts where all layers have the same."""
+    experts = {
+        f"experts {share.first} to {share.first + share.count - 1} of {share.total}"
+        if share.count
+        else f"no experts of {share.total}"
+        for share in record.layers.values()
+    }
+    shares = experts.pop() if len(experts) == 1 else f"{len(experts)} shares of layers' experts"
+    return f"{record.rank} of {record.ranks}: {shares}"
 
 
 def _value(value: ValueSummary) -> Text:

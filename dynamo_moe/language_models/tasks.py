@@ -93,8 +93,8 @@ def export_language_model(
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
         tokenizer: The model's tokenizer, for the folder; None: that of its checkpoint's folder.
         options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
-            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``progress`` and
-            ``profile`` of :func:`export`.
+            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``progress``
+            and ``profile`` of :func:`export`; no ``ranks`` with a folder.
 
     Returns:
         What was written.
@@ -108,6 +108,8 @@ def export_language_model(
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
+    if folder is not None and options.get("ranks") is not None:
+        raise ValueError(f"a folder for {folder!r} has one file for all: it takes no ranks")
     check_folder(path, folder, links=options.get("link_weights", False))
     with performing(model, task, bounded_windows=bounded_windows):
         _check_beginning(model)

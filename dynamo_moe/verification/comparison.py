@@ -23,7 +23,7 @@ from custom_ops.dtypes import FLOATS
 from dynamo_moe import language_models, pytree
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
-from dynamo_moe.files import cache_entries
+from dynamo_moe.files import cache_entries, rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.metadata import layers_of
@@ -35,6 +35,7 @@ from dynamo_moe.process_state import exclusive
 from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.errors import worst_errors
+from dynamo_moe.verification.ranks import Ranks
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
 from dynamo_moe.verification.routing import (
     ChoicesOfFile,
@@ -68,7 +69,8 @@ def verify(
     ``torch.compile`` or ``AveragedModel`` runs without the wrapper.
 
     Args:
-        path: The ONNX file.
+        path: The ONNX file. Of files for several ranks any one: all of them run here, and their
+            parts are summed.
         model: The model that it was exported from, on the CPU; run as in ``eval()``.
         inputs: Cases to run, each a tuple of positional arguments or a mapping of keyword
             arguments. None: random ones of several batch sizes and lengths, up to 40 and beyond any
@@ -115,7 +117,11 @@ def verify(
     with ExitStack() as stack:
         trials = _trials(stack, proto, [model] if reference is None else [model, reference], inputs)
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
-        file = _LoadedFile(path, proto, runtime, is_stored=proto is stored)
+        file = (
+            _LoadedFile(path, proto, runtime, is_stored=proto is stored)
+            if rank_files.record_of(stored) is None
+            else _LoadedRanks(path, runtime)
+        )
         models = _Models(model, reference, len(proto.graph.output))
         results = [_verified(file, models, trial, tolerance) for trial in trials]
     cases = tuple(result for result in results if result is not None)
@@ -363,10 +369,38 @@ class _LoadedFile:
         try:
             return [_to_torch(array) for array in self._runtime.run(session, feeds, outputs)]
         except RefusedError as error:
-            shapes = {name: list(array.shape) for name, array in feeds.items()}
+            raise self._refused(feeds, error) from error
+
+    def _refused(self, feeds: Mapping[str, np.ndarray], error: RefusedError) -> ValueError:
+        shapes = {name: list(array.shape) for name, array in feeds.items()}
+        return ValueError(
+            f"ONNX Runtime cannot run {self._path} on inputs of shapes {shapes}: {error}"
+        )
+
+
+class _LoadedRanks(_LoadedFile):
+    """The files of all ranks, without expert ids, of which each has its own alone."""
+
+    def __init__(self, path: Path, runtime: Runtime) -> None:
+        self._path = path
+        files = rank_files.files_of_ranks(path)
+        self._outputs = [value.name for value in files[0][1].graph.output]
+        try:
+            self._ranks = Ranks([(file, inlined(proto)) for file, proto in files], runtime)
+        except RefusedError as error:
             raise ValueError(
-                f"ONNX Runtime cannot run {self._path} on inputs of shapes {shapes}: {error}"
+                f"ONNX Runtime cannot run {path} and its other ranks: {error}"
             ) from error
+        self.inputs = self._ranks.inputs
+
+    def run(
+        self, feeds: Mapping[str, np.ndarray], *, routing: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the outputs."""
+        try:
+            return [_to_torch(array) for array in self._ranks.run(feeds, self._outputs)], []
+        except RefusedError as error:
+            raise self._refused(feeds, error) from error
 
 
 # Domains of the operators that ONNX Runtime has.

@@ -151,10 +151,16 @@ class LazyTensor(Tensor):
     @property
     def origin(self) -> Stored | None:
         """Where its values lie in a file as they are; None if they have to be computed."""
-        source: Any = self._source
-        while isinstance(source, _Result) and source.function in _SAME_BYTES:
-            source = getattr(source.args[0], "_source", None)
-        return source if isinstance(source, Stored) else None
+        source = self._source
+        if isinstance(source, Stored):
+            return source
+        first = source.args[0] if source.args else None
+        whole = first.origin if isinstance(first, LazyTensor) else None
+        start = _first_row(source)
+        if whole is None or start is None:
+            return whole if source.function in _SAME_BYTES else None
+        row = whole.nbytes // max(1, source.args[0].shape[0])
+        return Stored(whole.path, whole.offset + start * row, (*self.shape,), self.dtype)
 
     @property
     def is_in_memory(self) -> bool:
@@ -273,6 +279,9 @@ def _row_reader(tensor: Tensor) -> _Rows | None:
             return None
         return lambda a, b: source.of([read(a, b) for read in readers if read], *rest)
     read = _row_reader(first) if isinstance(first, Tensor) and first.ndim else None
+    skipped = _first_row(source)
+    if read is not None and skipped is not None:
+        return lambda start, stop: read(start + skipped, stop + skipped)
     if read is not None and _turns(first, function, rest) and first.nbytes > _MOST_TURNED_BYTES:
         return _TurnedRows(read, tensor)
     if read is None or not _keeps_rows(first, tensor, function, rest):
@@ -347,6 +356,17 @@ def _keeps_rows(
     if function in (_aten.split.Tensor, _aten.split_with_sizes.default):
         return _dimension(before, rest[1:]) != 0
     return function in _POINTWISE
+
+
+def _first_row(source: _Result) -> int | None:
+    """Returns the first of the rows that a slice takes; None if it is no slice of rows alone."""
+    if source.function is not _aten.slice.Tensor:
+        return None
+    tensor, *given = source.args
+    arguments = dict(zip(("dim", "start", "end", "step"), given, strict=False))
+    if arguments.get("dim", 0) % tensor.ndim or arguments.get("step", 1) != 1:
+        return None
+    return range(tensor.shape[0])[arguments.get("start") :].start
 
 
 def _dimension(tensor: Tensor, rest: list[Any]) -> int:
