@@ -110,7 +110,7 @@ def shard(
 
     Raises:
         ValueError: If there is no layer, a layer is sharded already, experts' weights
-            are shared with another layer, this process is not in the group, or the plan is unknown.
+            are shared with another layer or not known, this process is not in the group, or the plan is unknown.
             The model is as it was then.
         RuntimeError: If ``torch.distributed`` is not initialized.
     """
@@ -235,7 +235,11 @@ def _replace(model: nn.Module, place: _Place, *, copies: bool) -> list[_Replaced
 def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Replaced:
     packed = packed_experts.of(layer)
     parameters = experts_parameters(layer)
-    weights: Any = experts_weights(layer) if packed is None else packed.packed_weights()
+    weights: Any
+    try:
+        weights = experts_weights(layer) if packed is None else packed.packed_weights()
+    except NotImplementedError as error:  # An adapter of somebody else's.
+        raise ValueError(f"the experts of {path!r} cannot be sharded: {error}") from error
     total = (weights.w1 if packed is None else weights[0].values).shape[0]
     share = share_of(total, place.rank, place.ranks)
 

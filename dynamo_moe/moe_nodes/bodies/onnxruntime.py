@@ -95,7 +95,11 @@ def _moe(
         "activation_type": "swiglu" if config.options.gated else _PLAIN[config.options.activation],
         "normalize_routing_weights": int(normalize),
     }
-    references = [ir.RefAttr("k", "top_k", ir.AttributeType.INT)]
+    references = []
+    if config.shape.top_k <= config.shape.experts:
+        references.append(ir.RefAttr("k", "top_k", ir.AttributeType.INT))
+    else:  # A rank's few experts: the token's others have the id -1.
+        attributes["k"] = config.shape.experts
     if config.options.gated:
         attributes["swiglu_fusion"] = 1  # Interleaved rows: the only form that runs on the CPU.
         if config.options.activation == "clamped_swiglu":

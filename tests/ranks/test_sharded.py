@@ -1,0 +1,170 @@
+"""``sharded``: the parts of all ranks sum to the whole layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe.conversion.infmoe import InfMoELayer
+from dynamo_moe.conversion.packing import converted_layers
+from dynamo_moe.local_experts import LocalExperts
+from dynamo_moe.modules import TopOneMoE
+from dynamo_moe.sharding import share_of
+from moe_architectures import ARCHITECTURES, example_inputs
+from small_models import OwnRouter, mlp_model, op_model
+
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
+
+
+def converted(model: Any) -> Any:
+    report = dynamo_moe.convert(model)
+    assert report.replaced
+    return model.eval()
+
+
+def check_parts(model: nn.Module, run: Any, ranks: int) -> None:
+    """Compare each layer's result with the sum of its parts, the layer's inputs being the same."""
+    seen: dict[str, tuple[Any, Any]] = {}
+
+    def keep(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            seen.setdefault(path, (args, result))
+
+        return hook
+
+    handles = [
+        layer.register_forward_hook(keep(path)) for path, layer in converted_layers(model).items()
+    ]
+    with torch.no_grad():
+        run()
+    for handle in handles:
+        handle.remove()
+    assert seen
+    for path, (args, whole) in seen.items():
+        layer = model.get_submodule(path)
+        parts = []
+        for rank in range(ranks):
+            with torch.no_grad(), dynamo_moe.sharded(layer, rank, ranks):
+                parts.append(layer(*args))
+        total = sum(part[0] if isinstance(part, tuple) else part for part in parts)
+        expected = whole[0] if isinstance(whole, tuple) else whole
+        repeated = 0
+        if ranks > 1:
+            # Shared experts, residuals and the like are in each part.
+            repeated = (ranks - 1) * beside_experts(layer, args)
+        torch.testing.assert_close(total - repeated, expected, rtol=1e-4, atol=1e-5)
+
+
+def beside_experts(layer: nn.Module, args: Any) -> Tensor | int:
+    """Return what a layer adds to its experts' sum: its result where these give zeros."""
+    with torch.no_grad(), dynamo_moe.sharded(layer, 0, 1):
+        [local] = [module for module in layer.modules() if isinstance(module, LocalExperts)]
+        local.part = None
+        result = layer(*args)
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, ranks: int) -> None:
+    model = converted(ARCHITECTURES[family].build())
+    inputs = example_inputs(ARCHITECTURES[family], 2, 5)
+    check_parts(model, lambda: model(**inputs), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 7])  # More than there are experts.
+def test_uneven_shares(ranks: int) -> None:
+    model = converted(mlp_model())
+    check_parts(model, lambda: model(torch.randn(9, 16)), ranks)
+
+
+@pytest.mark.parametrize("weight_format", ["int4", "fp8", "mxfp4", "nvfp4", "int8"])
+def test_packed_experts(weight_format: str) -> None:
+    model = converted(mlp_model(width=32, hidden=32))
+    dynamo_moe.quantize(model, weight_format)
+    check_parts(model, lambda: model(torch.randn(9, 32)), 4)
+
+
+def test_one_expert_for_each_token() -> None:
+    torch.manual_seed(0)
+    w1, w2 = nn.Parameter(torch.randn(5, 6, 8)), nn.Parameter(torch.randn(5, 8, 6))
+    model = nn.Sequential(TopOneMoE(nn.Linear(8, 5), w1, w2, 2, "relu")).eval()
+    check_parts(model, lambda: model(torch.randn(2, 7, 8)), 3)
+
+
+def test_a_residual_is_added_once() -> None:
+    torch.manual_seed(0)
+    router, w1, w2 = (nn.Parameter(torch.randn(*s)) for s in ((5, 8), (5, 12, 8), (5, 8, 6)))
+    model = nn.Sequential(InfMoELayer(router, w1, w2, mixes=True)).eval()
+    check_parts(model, lambda: model(torch.randn(7, 8)), 3)
+
+
+def test_a_model_is_as_it_was() -> None:
+    model = converted(mlp_model())
+    x = torch.randn(5, 16)
+    before, names = model(x), [*model.state_dict()]
+    parameters = [*map(id, model.parameters())]
+    with dynamo_moe.sharded(model, 1, 3) as report:
+        assert [layer.count for layer in report.layers] == [2, 2]
+        assert model.state_dict().keys() != {*names}
+    assert [*model.state_dict()] == names
+    assert [*map(id, model.parameters())] == parameters
+    assert torch.equal(model(x), before)
+    with pytest.raises(KeyError), dynamo_moe.sharded(model, 1, 3):
+        raise KeyError
+    assert torch.equal(model(x), before)
+
+
+def test_shares_cover_all_experts() -> None:
+    for total in range(1, 12):
+        for ranks in range(1, 14):
+            shares = [share_of(total, rank, ranks) for rank in range(ranks)]
+            assert [expert for share in shares for expert in share] == [*range(total)]
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_experts_in_other_layers_are_shared() -> None:
+    model = converted(mlp_model())
+    first, second = (block.mlp for block in model)
+    for name, parameter in first.experts_parameters().items():
+        owner, _, last = name.rpartition(".")
+        second.get_submodule(owner).register_parameter(last, parameter)
+    with pytest.raises(ValueError, match=r"'0\.mlp' cannot be sharded: .* is also 1\.mlp"):
+        dynamo_moe.sharded(model, 0, 2).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: dynamo_moe.sharded(model, 2, 2).__enter__(), r"rank must be in 0\.\.1"),
+        (lambda model: dynamo_moe.sharded(mlp_model(), 0, 2).__enter__(), "no layers"),
+        (lambda model: dynamo_moe.sharded(op_model(OwnRouter()), 0, 2).__enter__(), "OwnRouter"),
+        (lambda model: dynamo_moe.shard(model, plan="heads"), "plan must be one of experts"),
+    ],
+)
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(converted(mlp_model()))
+
+
+def test_what_needs_whole_layers() -> None:
+    model = converted(mlp_model())
+    with dynamo_moe.sharded(model, 0, 2):
+        with pytest.raises(ValueError, match="sharded already: quantise a model before"):
+            dynamo_moe.quantize(model)
+        with pytest.raises(ValueError, match="sharded already: a model is sharded once"):
+            dynamo_moe.sharded(model, 0, 2).__enter__()
+        with pytest.raises(ValueError, match="sharded already: only whole layers"):
+            dynamo_moe.offload(model, 2, device="cpu")
+        with pytest.raises(NotImplementedError, match="are sharded: it computes in evaluation"):
+            model.train()(torch.randn(3, 16))
+    model.eval()
+
+
+def test_without_processes() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
+        dynamo_moe.shard(converted(mlp_model()))

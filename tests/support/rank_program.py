@@ -1,0 +1,114 @@
+"""A rank of a group, as torchrun starts it: compares sharded models with whole ones.
+
+``python -m torch.distributed.run --standalone --nproc-per-node 2 rank_program.py CASE``
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dynamo_moe
+from dynamo_moe.local_experts import LocalExperts
+from dynamo_moe.models import DroplessMoEMlp
+from dynamo_moe.modules import DroplessMoE
+from moe_architectures import ARCHITECTURES, example_inputs
+
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
+
+
+def families() -> None:
+    """Every family's logits are the whole model's, on every rank."""
+    for family in FAMILIES:
+        model = ARCHITECTURES[family].build().eval()
+        dynamo_moe.convert(model)
+        inputs = example_inputs(ARCHITECTURES[family], 2, 5)
+        with torch.no_grad():
+            expected = model(**inputs).logits
+            dynamo_moe.shard(model)
+            torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def trained() -> nn.Module:
+    torch.manual_seed(0)
+    moe = DroplessMoEMlp(8, 12, num_experts=5, top_k=2)
+    layer = DroplessMoE(moe.router, *(moe.w1, None, moe.w2, None), top_k=2)
+    return nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 3))
+
+
+def training() -> None:
+    """Three steps of an optimizer give the whole model's parameters."""
+    whole = trained()
+    model = copy.deepcopy(whole)
+    dynamo_moe.shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        dist.broadcast(x, 0)
+        for module, optimizer in zip((whole, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    for one, other in ((0, 0), (2, 2)):
+        for expected, actual in zip(
+            whole[one].parameters(), model[other].parameters(), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
+    layer: Any = model[1]
+    torch.testing.assert_close(layer.router.weight, whole[1].router.weight)
+    local: LocalExperts = layer.local_experts
+    for name, expected in (("w1", whole[1].w1.mT), ("w2", whole[1].w2.mT)):
+        actual = getattr(local.part, name)
+        torch.testing.assert_close(actual, expected[local.share.start : local.share.stop])
+
+
+def compiled() -> None:
+    """``torch.compile`` and ``torch.export`` take a sharded model."""
+    model = trained().eval()
+    x = torch.randn(6, 8)
+    dist.broadcast(x, 0)
+    with torch.no_grad():
+        expected = model(x)
+        dynamo_moe.shard(model)
+        torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected)
+        program = torch.export.export(model, (x,))
+        torch.testing.assert_close(program.module()(x), expected)
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(torch.ops.moe.sum_over_ranks.default) == 1
+
+
+def failing() -> None:
+    """The last rank ends before the others' sum."""
+    model = trained().eval()
+    dynamo_moe.shard(model)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise SystemExit("this rank fails")
+    model(torch.randn(6, 8))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case for case in (families, training, compiled, failing)
+}
+
+
+def main() -> None:
+    """Run the cases that are named."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        torch.manual_seed(0)
+        CASES[name]()
+        if dist.get_rank() == 0:
+            print("passed", name, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
