@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import grimp
@@ -41,6 +42,14 @@ def test_operators_import_only_torch_and_triton() -> None:
         if graph.is_module_squashed(name) and graph.find_modules_that_directly_import(name)
     }
     assert imported - sys.stdlib_module_names <= {"torch", "triton"}
+
+
+def test_the_map_has_the_layers_of_the_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    [layers] = [contract["layers"] for contract in contracts if contract["id"] == "layers"]
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    assert "\n".join(layer.replace(" | ", "   ") for layer in layers) in page
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.models import swin_moe_digits
-from small_models import OpLayer, OwnRouter, op_model
+from small_models import OpLayer, OwnRouter, mlp_model, op_model
 from tensorrt_builds import build, parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -29,6 +29,16 @@ def test_a_file_without_the_plugin_builds(form: dict[str, str], tmp_path: Path) 
     built = build(path, "SM89", "SM120", sizes=(1, 64, 512))
     assert built.built, built.reason()
     assert "PLUGIN_V3" not in {kind for _, kind in built.layers}
+
+
+def test_a_file_of_a_rank_builds(tmp_path: Path) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "m.onnx", target="dense", ranks=2)
+    for rank in range(2):
+        built = build(tmp_path / f"m.rank{rank}.onnx", "SM89")
+        assert built.built, built.reason()
+        assert [kind for _, kind in built.layers].count("DIST_COLLECTIVE") == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,18 @@ from pathlib import Path
 import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
+PROGRAM = str(SUPPORT / "rank_program.py")
 
 
-def torchrun(ranks: int, *cases: str) -> subprocess.CompletedProcess[str]:
+PAGE = Path(__file__).parents[2] / "docs/how-to/experts_over_ranks.md"
+
+
+def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(  # noqa: S603  This Python, and our own program.
-        [*launcher, "--nproc-per-node", str(ranks), str(SUPPORT / "rank_program.py"), *cases],
+        [*launcher, "--nproc-per-node", str(ranks), *program],
         env=environment,
         capture_output=True,
         text=True,
@@ -29,12 +34,23 @@ def torchrun(ranks: int, *cases: str) -> subprocess.CompletedProcess[str]:
     ("ranks", "cases"), [(2, ("families", "training", "compiled")), (4, ("training",))]
 )
 def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:
-    done = torchrun(ranks, *cases)
+    done = torchrun(ranks, PROGRAM, *cases)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:-1] == [f"passed {case}" for case in cases]
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
-    done = torchrun(2, "failing")
+    done = torchrun(2, PROGRAM, "failing")
     assert done.returncode != 0
     assert "this rank fails" in done.stderr
+
+
+def test_the_page_shows_what_its_program_prints(tmp_path: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    program = re.search(r"```python\n(# run\.py\n.*?)```", page, re.DOTALL)
+    shown = re.search(r"\$ torchrun .* run\.py\n(.*?)```", page, re.DOTALL)
+    assert program is not None
+    assert shown is not None
+    (tmp_path / "run.py").write_text(program[1], encoding="utf-8")
+    done = torchrun(2, str(tmp_path / "run.py"))
+    assert sorted(done.stdout.splitlines()) == sorted(shown[1].splitlines()), done.stderr[-3000:]
