@@ -21,7 +21,7 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(  # noqa: S603  This Python, and our own program.
+    return subprocess.run(
         [*launcher, "--nproc-per-node", str(ranks), *program],
         env=environment,
         capture_output=True,
