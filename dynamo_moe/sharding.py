@@ -109,9 +109,9 @@ def shard(
         The rank's share.
 
     Raises:
-        ValueError: If there is no layer, a layer is sharded already, experts' weights
-            are shared with another layer or not known, this process is not in the group, or the plan is unknown.
-            The model is as it was then.
+        ValueError: If there is no layer, a layer is sharded already, experts' weights are shared
+            with another layer or not known, this process is not in the group, or the plan is
+            unknown. The model is as it was then.
         RuntimeError: If ``torch.distributed`` is not initialized.
     """
     if plan not in get_args(Plan):

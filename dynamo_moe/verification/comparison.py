@@ -369,16 +369,10 @@ class _LoadedFile:
         try:
             return [_to_torch(array) for array in self._runtime.run(session, feeds, outputs)]
         except RefusedError as error:
-            raise self._refused(feeds, error) from error
-
-    def _refused(self, feeds: Mapping[str, np.ndarray], error: RefusedError) -> ValueError:
-        shapes = {name: list(array.shape) for name, array in feeds.items()}
-        return ValueError(
-            f"ONNX Runtime cannot run {self._path} on inputs of shapes {shapes}: {error}"
-        )
+            raise _refusal(self._path, feeds, error) from error
 
 
-class _LoadedRanks(_LoadedFile):
+class _LoadedRanks:
     """The files of all ranks, without expert ids, of which each has its own alone."""
 
     def __init__(self, path: Path, runtime: Runtime) -> None:
@@ -400,7 +394,12 @@ class _LoadedRanks(_LoadedFile):
         try:
             return [_to_torch(array) for array in self._ranks.run(feeds, self._outputs)], []
         except RefusedError as error:
-            raise self._refused(feeds, error) from error
+            raise _refusal(self._path, feeds, error) from error
+
+
+def _refusal(path: Path, feeds: Mapping[str, np.ndarray], error: RefusedError) -> ValueError:
+    shapes = {name: list(array.shape) for name, array in feeds.items()}
+    return ValueError(f"ONNX Runtime cannot run {path} on inputs of shapes {shapes}: {error}")
 
 
 # Domains of the operators that ONNX Runtime has.
@@ -450,7 +449,7 @@ def _to_torch(array: np.ndarray) -> Tensor:
 
 
 def _verified(
-    file: _LoadedFile, models: _Models, trial: _Trial, bound: Tolerance
+    file: _LoadedFile | _LoadedRanks, models: _Models, trial: _Trial, bound: Tolerance
 ) -> CaseResult | None:
     """Returns a trial's result; None if the model refuses it, and may."""
     feeds = _feeds(file.inputs, trial.case)
@@ -507,7 +506,7 @@ def _call(feeds: Mapping[str, np.ndarray]) -> str:
 
 
 def _compare(
-    file: _LoadedFile,
+    file: _LoadedFile | _LoadedRanks,
     feeds: Mapping[str, np.ndarray],
     results: _Results,
     bound: Tolerance,

@@ -72,6 +72,10 @@ OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "split": lambda v: v["a"].split([1, 3], dim=1)[1],
     "slice": lambda v: v["a"][:, 1:3],
     "slice rows": lambda v: v["a"][2:5],
+    "slice rows twice": lambda v: v["a"][1:5].transpose(1, 2)[-3:2],
+    "slice a stack": lambda v: torch.stack([v["a"], v["b"], v["a"]])[1:],
+    "slice rows of a stack": lambda v: torch.stack([v["a"], v["b"]], dim=1)[2:4],
+    "every other row": lambda v: v["a"][1::2],
     "index": lambda v: v["a"][2],
     "unsqueeze": lambda v: v["a"].unsqueeze(0),
     "scaled": lambda v: v["a"] * 2 + 1,
@@ -116,6 +120,27 @@ def test_any_chain_of_operations(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lazy_tensors, "CHUNK_BYTES", chunk)
         assert_same(lazy, expected)
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows"),
+    [
+        (lambda a: a[2:5], slice(2, 5)),
+        (lambda a: a[-2:], slice(4, 6)),
+        (lambda a: a[1:5][1:3], slice(2, 4)),
+        (lambda a: nn.Parameter(a[2:5]).detach(), slice(2, 5)),
+        (lambda a: a[2:5].reshape(3, 8), slice(2, 5)),
+        (lambda a: a[:, 1:3], None),
+        (lambda a: a[::2], None),
+        (lambda a: a.mT[2:5], None),
+    ],
+)
+def test_where_rows_lie(path: Path, operation: Any, rows: slice | None) -> None:
+    lazy = operation(open_tensors(path)["a"])
+    if rows is None:
+        assert lazy.origin is None
+    else:
+        assert torch.equal(lazy.origin.read().flatten(), VALUES["a"][rows].flatten())
 
 
 def test_rows_are_read_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,15 @@ def flattened(x: Tensor) -> Tensor:
     return x.flatten() * 2
 
 
+def stably_sorted(x: Tensor) -> tuple[Tensor, ...]:
+    ties = x.round()
+    return (
+        *ties.sort(dim=-1, descending=True, stable=True),
+        *ties.sort(dim=1, stable=True),
+        ties[0].argsort(dim=-1, stable=True),
+    )
+
+
 def products(x: Tensor) -> Tensor:
     return x.cumprod(-1) + x.cumprod(1)
 
@@ -110,6 +119,7 @@ FUNCTIONS = [
     bags,
     selected,
     flattened,
+    stably_sorted,
     products,
     distances,
     of_mixed_dtypes,
