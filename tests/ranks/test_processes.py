@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nccl_standin import nccl_standin
+
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = str(SUPPORT / "rank_program.py")
 
@@ -20,6 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/experts_over_ranks.md"
 def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment["LD_LIBRARY_PATH"] = str(nccl_standin().parent)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*launcher, "--nproc-per-node", str(ranks), *program],
@@ -31,7 +34,8 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, ("families", "training", "compiled")), (4, ("training",))]
+    ("ranks", "cases"),
+    [(2, ("families", "training", "compiled", "communicator")), (4, ("training",))],
 )
 def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:
     done = torchrun(ranks, PROGRAM, *cases)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from dynamo_moe.local_experts import LocalExperts
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import DroplessMoE
 from moe_architectures import ARCHITECTURES, example_inputs
+from trt_plugin.engine.communicator import Communicator
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
 
@@ -84,6 +86,15 @@ def compiled() -> None:
     assert targets.count(torch.ops.moe.sum_over_ranks.default) == 1
 
 
+def communicator() -> None:
+    """Each rank's communicator has its own number, and the size of the group."""
+    made = Communicator(dist.group.WORLD)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    fields = ctypes.cast(pointer(made.capsule, None), ctypes.POINTER(ctypes.c_int * 2))
+    assert [*fields.contents] == [dist.get_world_size(), dist.get_rank()]
+
+
 def failing() -> None:
     """The last rank ends before the others' sum."""
     model = trained().eval()
@@ -94,7 +105,7 @@ def failing() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (families, training, compiled, failing)
+    case.__name__: case for case in (families, training, compiled, communicator, failing)
 }
 
 

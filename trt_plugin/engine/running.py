@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trt_plugin.engine.communicator import Communicator
 from trt_plugin.engine.installed import (
     BUILDERS,
     EngineError,
@@ -21,6 +22,7 @@ from trt_plugin.output import write_whole
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import Tensor
 
 # TensorRT asks for addresses at multiples of this.
@@ -57,13 +59,17 @@ class Runner:
         allow_host_code: Whether TensorRT may load and run a library that the engine holds, such as
             the plugin's that ``build_engine(…, with_library=True)`` stores. The installed library
             is not loaded then. Only for engines whose origin you trust.
+        group: For an engine of a rank, the process group of all ranks, of ``torch.distributed``.
+            NCCL's communicator is made through it; every rank makes its runner at the same time,
+            with a CUDA device of its own, the current one.
 
     Attributes:
         inputs: Names of the inputs.
         outputs: Names of the outputs.
 
     Raises:
-        EngineError: If TensorRT is missing, or refuses the engine or the plugin.
+        EngineError: If TensorRT is missing, or refuses the engine, the plugin or the communicator;
+            or NCCL is missing or fails.
         FileNotFoundError: If there is no such file, or the plugin's library is missing.
     """
 
@@ -74,6 +80,7 @@ class Runner:
         allow_host_code: bool = False,
         builder: str | None = None,
         runtime_cache: str | PathLike[str] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         installed = installed_tensorrt("running an engine", builder)
         if runtime_cache is not None and not installed.is_rtx:
@@ -98,6 +105,7 @@ class Runner:
         self._context = self._create_context()
         if self._context is None:
             raise EngineError(f"{installed.title} does not run {engine}: {self._log.text()}")
+        self._communicator = None if group is None else self._join(group)
         self._profile = 0
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         modes = {name: self._engine.get_tensor_mode(name) for name in names}
@@ -249,6 +257,15 @@ class Runner:
             )
         config.set_runtime_cache(self._cache)
         return self._engine.create_execution_context(config)
+
+    def _join(self, group: dist.ProcessGroup) -> Communicator:
+        """Gives the context a communicator of the group, which has to outlive it."""
+        if not hasattr(self._context, "set_communicator"):
+            raise EngineError("an engine of several ranks needs TensorRT 10.16 or later")
+        communicator = Communicator(group)
+        if not self._context.set_communicator(communicator.capsule):
+            raise EngineError(f"TensorRT does not take the communicator: {self._log.text()}")
+        return communicator
 
     def _select_profile(self, tensors: Mapping[str, Tensor], stream: int) -> None:
         """Selects the first profile that has the tensors' shapes, if the current one has not."""

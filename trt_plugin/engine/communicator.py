@@ -1,0 +1,102 @@
+"""NCCL's communicator of a process group, which engines of several ranks sum with.
+
+NCCL is opened when it is asked for, and never linked. The functions are those of NCCL's public
+header, ``nccl.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from trt_plugin.engine.installed import EngineError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_LIBRARY = "libnccl.so.2"
+# TensorRT takes 2.19 to below 3.
+_OLDEST, _TOO_NEW = 21900, 30000
+
+
+class _UniqueId(ctypes.Structure):
+    """``ncclUniqueId``."""
+
+    _fields_ = (("internal", c_char * 128),)
+
+
+class Communicator:
+    """A rank's communicator; it is destroyed with this object.
+
+    Args:
+        group: A process group of all ranks, of any backend; NCCL's id goes through it. Every rank
+            of it makes one, each with a CUDA device of its own, the current one.
+
+    Raises:
+        EngineError: If NCCL is missing, has a version that TensorRT does not take, or fails.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        self._handle = c_void_p()
+        self._library = _opened()
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise EngineError("this process is not in the group of the engine's ranks")
+        failure = ""
+        mine = _UniqueId()
+        if rank == 0:
+            failure = self._failure("ncclGetUniqueId", self._library.ncclGetUniqueId(byref(mine)))
+        # Also where it failed: the others wait for it.
+        shared: list[Any] = [(bytes(mine), failure)]
+        dist.broadcast_object_list(shared, src=dist.get_global_rank(group, 0), group=group)
+        content, failure = shared[0]
+        if not failure:
+            joined = _UniqueId.from_buffer_copy(content)
+            result = self._library.ncclCommInitRank(byref(self._handle), ranks, joined, rank)
+            failure = self._failure("ncclCommInitRank", result)
+        if failure:
+            raise EngineError(failure)
+
+    def __del__(self) -> None:
+        if self._handle.value is not None:
+            self._library.ncclCommDestroy(self._handle)
+
+    @property
+    def capsule(self) -> Any:
+        """The ``ncclComm_t`` as TensorRT's Python API takes it."""
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, (c_void_p, c_char_p, c_void_p)
+        return make(self._handle, None, None)
+
+    def _failure(self, function: str, result: int) -> str:
+        if result == 0:
+            return ""
+        reason = self._library.ncclGetErrorString(result).decode(errors="replace")
+        return f"NCCL's {function} failed: {reason}"
+
+
+def _opened() -> Any:
+    """Returns NCCL's library, its functions declared."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise EngineError(
+            f"an engine of several ranks needs NCCL, and {_LIBRARY} cannot be opened ({error}): "
+            "install it, or a PyTorch that brings it"
+        ) from error
+    library.ncclGetUniqueId.argtypes = (POINTER(_UniqueId),)
+    library.ncclCommInitRank.argtypes = (POINTER(c_void_p), c_int, _UniqueId, c_int)
+    library.ncclCommDestroy.argtypes = (c_void_p,)
+    library.ncclGetErrorString.argtypes = (c_int,)
+    library.ncclGetErrorString.restype = c_char_p
+    version = c_int()
+    library.ncclGetVersion(byref(version))
+    if not _OLDEST <= version.value < _TOO_NEW:
+        raise EngineError(
+            f"TensorRT needs NCCL from 2.19 to below 3; {_LIBRARY} has the version code "
+            f"{version.value}"
+        )
+    return library
