@@ -1,9 +1,10 @@
-"""What does it take to write the files of several ranks, of a checkpoint as large as Qwen3-235B-A22B?
+"""What does it take to write the files of several ranks of a checkpoint like Qwen3-235B-A22B?
 
     python -m benchmarks.export.rank_files --json result.json
 
-The checkpoint has the shape of Qwen3-235B-A22B in bfloat16, and is one hole on disk: no weights exist.
-Its experts are stacked, as transformers' models have them, so each rank's file links its own rows.
+The checkpoint has the shape of Qwen3-235B-A22B in bfloat16, and is one hole on disk: no weights
+exist. Its experts are stacked, as transformers' models have them, so each rank's file links its own
+rows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What experts over several devices cost."""
