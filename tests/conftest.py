@@ -18,6 +18,15 @@ if not torch.cuda.is_available():
 KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
 os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
+# The GPU's machine has no Hypothesis. By default it fails what is slow on a busy machine.
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "tests", settings.default, deadline=None, suppress_health_check=(HealthCheck.too_slow,)
+    )
+    settings.load_profile("tests")
+
 # Imported by the tests whose plugin it is, before pytest comes to it.
 pytest.register_assert_rewrite(
     "cli_models", "export_forms", "fake_tensorrt", "plugin_layers", "shared_exports"

@@ -81,6 +81,7 @@ class Stacked(nn.Module):
         return (weights_TE.T[..., None] * y_ETD).sum(dim=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("activation", POINTWISE[5:])
 def test_a_file_computes_what_the_model_does(activation: str, gated: bool, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_a_file_computes_what_the_model_does(activation: str, gated: bool, tmp_p
     dynamo_moe.verify(path, model, [(x_TD,) for x_TD in tokens])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [Listed, Stacked])
 def test_no_activation_is_taken_for_another(kind: type[nn.Module], dtype: torch.dtype) -> None:

@@ -219,7 +219,7 @@ def test_shared_experts_stay_shared_in_another_dtype() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_whole_models_of_other_dtypes(dtype: torch.dtype) -> None:
     """Whatever the precision, formulas are compared in one that distinguishes them."""
-    for seed in range(5):
+    for seed in range(2):
         torch.manual_seed(seed)
         model = nn.Sequential(DroplessMoEMlp(16, 16, 32, 4)).to(dtype)
         assert [r.compared for r in dynamo_moe.convert(model).replaced] == [True]

@@ -260,6 +260,7 @@ def model_of(kind: Callable[[], nn.Module], layers: int = LAYERS) -> nn.Sequenti
     return nn.Sequential(*(kind() for _ in range(layers))).eval()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [Layer, ByConstant, ByNamedTuple, ByBuffer, ByWeights, Hooked])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_layers_take_one_whole_proof(

@@ -133,6 +133,7 @@ def test_one_layer_of_an_encoder() -> None:
     assert isinstance(model.layers[0].linear1, nn.Linear)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, nn.GELU(approximate="tanh")])
 @pytest.mark.parametrize("bias", BOTH)
 def test_transformer_decoder(activation: Any, bias: bool) -> None:

@@ -49,8 +49,13 @@ def test_parts_of_a_parameter_are_values_of_their_own(pytester: pytest.Pytester)
         "@pytest.mark.parametrize('form', ['r', 's', *rare])\n"
         "@pytest.mark.parametrize('path', 'xy')\n"
         "def test_rare(form, path): pass\n"
+        "late = pytest.param(3, marks=pytest.mark.every)\n"
+        "@pytest.mark.each_value\n"
+        "@pytest.mark.parametrize('path', [late, 1, 2])\n"
+        "@pytest.mark.parametrize('form', [late, 1, 2])\n"
+        "def test_marked(form, path): pass\n"
     )
     result = pytester.runpytest_inprocess("-m", "not every", "-W", "ignore")
-    result.assert_outcomes(passed=5 + 3 + 4 + 6, deselected=3 + 3 + 2)
+    result.assert_outcomes(passed=5 + 3 + 4 + 6 + 2, deselected=3 + 3 + 2 + 7)
     result = pytester.runpytest_inprocess("-m", "once and not every", "-v", "-W", "ignore")
     result.stdout.fnmatch_lines(["*test_rare[[]x-p[]]*", "*test_rare[[]y-q[]]*"])

@@ -362,6 +362,7 @@ def test_checker_and_shape_inference(build: Build, config: BodyConfig, opset: in
     assert [dim.dim_param or dim.dim_value for dim in dims] == ["B0", "B1", 8]
 
 
+@pytest.mark.pairwise
 @every_body
 @pytest.mark.parametrize("opset", [18, 20, 22, 23, 24])
 @pytest.mark.parametrize("config", [BIASED, GPT_OSS])

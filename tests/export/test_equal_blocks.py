@@ -311,9 +311,9 @@ def _exports(make: Callable[[], models.Made]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        (models.deepseek_v3, ["5 of DeepseekV3DecoderLayer: 3 traced"]),
         (models.t5, ["4 of T5Block: 3 traced"] * 2),
         (models.vit, ["5 of ViTLayer: 3 traced"]),
+        one_of_many(models.deepseek_v3, ["5 of DeepseekV3DecoderLayer: 3 traced"]),
         one_of_many(models.llama, ["5 of LlamaDecoderLayer: 3 traced"]),
         one_of_many(models.mixtral, ["5 of MixtralDecoderLayer: 3 traced"]),
         one_of_many(models.qwen3_moe, ["5 of Qwen3MoeDecoderLayer: 3 traced"]),
@@ -331,7 +331,7 @@ def test_architectures(
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        (models.gemma2, "8 of Gemma2DecoderLayer: 6 traced"),
+        one_of_many(models.gemma2, "8 of Gemma2DecoderLayer: 6 traced"),
         (models.swin, "8 of SwinLayer: 6 traced"),
     ],
 )
@@ -346,7 +346,7 @@ def test_architectures_that_compute_with_weights_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("link", [one_of_many(False), True])
 def test_checkpoints(tmp_path: Path, compared: Compared, link: bool) -> None:
     torch.manual_seed(0)
     model, inputs = models.mixtral()
@@ -358,9 +358,8 @@ def test_checkpoints(tmp_path: Path, compared: Compared, link: bool) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        models.llama,
         models.mixtral,
-        *map(one_of_many, (models.qwen2, models.stablelm, models.qwen3_moe)),
+        *map(one_of_many, (models.llama, models.qwen2, models.stablelm, models.qwen3_moe)),
     ],
 )
 def test_language_models_with_a_cache(
@@ -420,7 +419,7 @@ def olmo2() -> models.Made:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [olmo2, one_of_many(models.llama), models.mixtral])
+@pytest.mark.parametrize("make", [olmo2, *map(one_of_many, (models.llama, models.mixtral))])
 def test_sums_and_norms_of_language_models(
     compared: Compared, tmp_path: Path, make: Callable[[], models.Made]
 ) -> None:
@@ -431,7 +430,7 @@ def test_sums_and_norms_of_language_models(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [models.gpt_oss, one_of_many(models.gemma2)])
+@pytest.mark.parametrize("make", [models.gemma2, one_of_many(models.gpt_oss)])
 def test_language_models_that_compute_with_weights_alone(
     tmp_path: Path, make: Callable[[], Any]
 ) -> None:

@@ -60,6 +60,7 @@ def test_experts_that_the_example_did_not_hit(tmp_path: Path, form: str) -> None
             torch.testing.assert_close(run(path, x), model(x).detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
 @pytest.mark.parametrize("tool", ["onnxslim", "onnxsim"])
@@ -76,6 +77,7 @@ def test_simplifiers_leave_a_good_file(exported, name: str, form: str, tool: str
     assert count == (layers if form in BESIDE_THE_NODE else 0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("opset", [18, 20, 23, 24])
 @pytest.mark.parametrize("body", ["loop", "unrolled"])
 def test_opsets(tmp_path: Path, opset: int, body: str) -> None:

@@ -60,6 +60,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, 32, generator=generator).to(dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("body", ["loop", "unrolled"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", OPS)
@@ -122,6 +123,7 @@ def test_verified(op: str, tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model, [(tokens(2, 5),), (tokens(9, 5),)]).passed
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", _OF_QMOE)
 @pytest.mark.parametrize("op", OPS)
 def test_onnx_runtime_s_own_operator(op: str, form: str, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Applies(nn.Module):
         return self.function(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_at_zero(name: str, opset: int, tmp_path: Path) -> None:

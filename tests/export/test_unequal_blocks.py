@@ -389,6 +389,7 @@ class Window(Block):
         return y * 2 if y.shape[0] > (5 if self.window is True else self.window) else y
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
     "windows", [(None, 3000), (None, 3), (1, 3000), (10, 20), ("none", "wide"), (False, True)]
@@ -661,6 +662,7 @@ def test_lists_that_modules_have_in_common_they_have_afterwards(tmp_path: Path) 
     assert nested == ({"inner": [1]}, [2])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("changed", range(6))
 @pytest.mark.parametrize(
     "other",

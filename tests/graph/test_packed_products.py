@@ -45,6 +45,7 @@ def exported(model: nn.Module, path: Path, x: Tensor, **options: Any) -> Any:
     return report
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(5, 64), (2, 5, 64)], ids=["Gemm", "MatMul"])
 @pytest.mark.parametrize(
     ("encoding", "block"),
@@ -143,6 +144,7 @@ def multiplied(model: nn.Module, path: Path, x: Tensor) -> Counter[str]:
     return Counter(report.nodes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 64), (2, 5, 64), (2, 3, 5, 64)], ids=str)
 @pytest.mark.parametrize(

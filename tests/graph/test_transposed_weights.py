@@ -59,6 +59,7 @@ def export(model: nn.Module, example: Any, path: Path, **options: Any) -> onnx.M
     return onnx.load(path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("body", ["loop", "unrolled"])
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_lie_in_the_file_as_in_the_model(name: str, body: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from custom_ops.options import ROUTER_OPTIONS
 from custom_ops.weight_formats import plain_format
 from dynamo_moe.tolerances import tolerance_for
 from kernel_runs import run_kernels
-from moe_cases import EXPERT_FORMS, NORM_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
+from moe_cases import KERNEL_FORMS, NORM_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
 from random_layers import bounded, cases
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -75,7 +75,7 @@ def check(case: Case) -> dict[str, Tensor]:
     return actual
 
 
-@pytest.mark.parametrize("form", EXPERT_FORMS)
+@pytest.mark.parametrize("form", KERNEL_FORMS)
 def test_every_form_of_expert(form):
     check(make_case("experts", (7,), width=24, hidden=40, **form))
 
@@ -90,8 +90,7 @@ def test_every_pair_of_dtypes(tokens_dtype, experts_dtype):
     check(case)
 
 
-@pytest.mark.parametrize("width", [8, 72, 136])
-@pytest.mark.parametrize("hidden", [8, 104])
+@pytest.mark.parametrize(("width", "hidden"), [(8, 104), (72, 8), (136, 104)])
 def test_widths(width, hidden):
     check(make_case("experts", (6,), width=width, hidden=hidden, gated=True, activation="silu"))
 

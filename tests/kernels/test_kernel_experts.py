@@ -15,7 +15,7 @@ from custom_ops.kernels.expert_mlp import split_width
 from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
 from kernel_runs import in_out, layer_of, run_kernels
-from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, Case, assert_matches, make_case
+from moe_cases import KERNEL_FORMS, NORM_FORMS, OPS, Case, assert_matches, make_case
 from random_layers import bounded, cases
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,7 +50,7 @@ def check(case: Case, path: str | None = None, device: str = "sm_80") -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("form", EXPERT_FORMS)
+@pytest.mark.parametrize("form", KERNEL_FORMS)
 def test_every_form_of_expert(path, form):
     check(make_case("experts", (5,), width=24, hidden=40, dtype=torch.float16, **form), path)
 
@@ -173,6 +173,7 @@ def test_norm_and_residual_cost_nothing_where_they_are_off(path):
             assert "x_ptr" in residual[name].parameters
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_slots_without_expert(path, ids_dtype):
@@ -181,6 +182,7 @@ def test_slots_without_expert(path, ids_dtype):
     check(case.changed(expert_ids=ids), path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("biases", [True, False])
 def test_all_tokens_on_one_expert(path, biases):

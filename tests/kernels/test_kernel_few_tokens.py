@@ -67,6 +67,7 @@ def test_layouts(w1_transposed, w2_transposed, gating, dtype):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
 @pytest.mark.parametrize("top_k", [1, 3, 6, 8, 32])
 def test_numbers_of_slots(transposed, top_k):
@@ -177,7 +178,7 @@ def test_stages_take_shared_memory_and_nothing_spills():
         plan_with(layer, on, (RangeConfig(MAX_TOKENS, "few", *few_blocks(layer, on)),))
         for layer in (QWEN, GPT_OSS)  # Rows and columns.
     ]
-    bundle = compile_plans([limit_tokens(planned, 1) for planned in plans], progress=False)
+    bundle = compile_plans([limit_tokens(planned, 1) for planned in plans], jobs=1, progress=False)
     for program in bundle.programs:
         assert [kernel.name for kernel in program.kernels] == ["few_up_kernel", "few_down_kernel"]
         for kernel in program.kernels:

@@ -111,7 +111,7 @@ def test_one_program(problem):
     check(**problem | {"ids_TK": fitting}, last_tokens=min(tokens, 512 // top_k))
 
 
-@pytest.mark.parametrize("experts", [pytest.param(200, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize("experts", [pytest.param(200, marks=pytest.mark.every), 1000])
 def test_programs_that_take_several_blocks(experts):
     # More blocks than programs, and programs without slots.
     ids = torch.randint(-1, experts, (10_001, 2), generator=torch.Generator().manual_seed(0))

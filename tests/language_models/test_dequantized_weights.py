@@ -167,12 +167,15 @@ def types_of(path: Path) -> Counter[str]:
     return Counter(map(onnx.TensorProto.DataType.Name, kinds))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_file_computes_what_the_decoded_model_does(form: str, tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "model", form, hidden_size=192, intermediate_size=320)
+@pytest.mark.parametrize(("form", "layers"), [*((form, 1) for form in FORMS), ("int4", LAYERS)])
+def test_the_file_computes_what_the_decoded_model_does(
+    form: str, layers: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": layers}
+    folder = checkpoint(tmp_path / "model", form, **sizes)
     report = exported(folder)
-    assert types_of(report.path) == {FORMS[form][2]: 7 * LAYERS}
-    assert report.nodes["DequantizeLinear"] == 7 * LAYERS
+    assert types_of(report.path) == {FORMS[form][2]: 7 * layers}
+    assert report.nodes["DequantizeLinear"] == 7 * layers
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
@@ -185,6 +188,7 @@ def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "form", ["int4", "int4 zero points", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]
 )
@@ -333,6 +337,7 @@ def test_weights_beside_the_file(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"layers_as_functions": True}, {"repeated_blocks": "off"}])
 @pytest.mark.parametrize("form", ["int4", "int8 groups", "int8 rows"])
 def test_onnxruntime_multiplies_packed_weights(
@@ -416,6 +421,7 @@ def test_the_file_has_the_checkpoint_s_bytes(form: str, tmp_path: Path) -> None:
     assert (0.95 if form == "GPTQ" else 0.98) * size < report.parameters_bytes < 1.02 * size
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "form", ["int4", "GPTQ", "int8 rows", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]

@@ -43,7 +43,10 @@ def made(name: str) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "qwen3_moe"])
+@pytest.fixture(
+    scope="module",
+    params=["mixtral", "gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.every)],
+)
 def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model, and the folder of its checkpoint's export."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -92,6 +92,7 @@ def run(case: Case) -> torch.Tensor:
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", ["dropless", "experts"])
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
@@ -129,6 +130,7 @@ def test_weights_are_read_as_they_lie(launches, transposed):
         assert tensors[name].data_ptr() == given.data_ptr()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (40, 16), (40, 136)])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -382,6 +384,7 @@ _WAYS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("_operators", "_only_kernels")
 @pytest.mark.parametrize("op", ["dropless", "experts"])
 @pytest.mark.parametrize("way", _WAYS)
@@ -393,6 +396,7 @@ def test_a_call_in_another_way_after_a_plain_one(op, way):
         assert_matches(call(case), expected, case.dtypes | dtypes)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("_only_kernels")
 @pytest.mark.parametrize("op", ["dropless", "experts"])
 @pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows", "fp8 whole"])

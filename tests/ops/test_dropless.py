@@ -82,6 +82,7 @@ def test_a_selection_bias_chooses_but_weighs_nothing(form: dict[str, Any]) -> No
     torch.testing.assert_close(weights.sum(-1)[same], plain.sum(-1)[same])
 
 
+@pytest.mark.pairwise
 @all_scorings
 @pytest.mark.parametrize("selection_bias", [True, False], ids=["biased", "unbiased"])
 @pytest.mark.parametrize("form", ROUNDING_FORMS)

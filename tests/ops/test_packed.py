@@ -118,6 +118,7 @@ def test_every_byte_of_int8() -> None:
         assert torch.equal(reference.unpacked("int8", codes, scales), decoded.double())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weight_format", ["nvfp4", "int8"])
 @both_ops
@@ -154,6 +155,7 @@ def test_global_scales() -> None:
         case.changed(w1_global_scales=torch.ones(5, 16, 1).bfloat16())()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole"])
 @pytest.mark.parametrize("sizes", [(32, 16), (128, 256), (200, 144)], ids=str)
 @both_ops
@@ -187,6 +189,7 @@ def test_the_oracle(op: str, dtype: torch.dtype, zero_points: bool, form: dict[s
     assert_close(case(), case.oracle(), torch.float32 if dtype == torch.float64 else dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scales_dtype", ENCODINGS["int4"].scales_dtypes, ids=str)
 @pytest.mark.parametrize("group", [2, 16, 32])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -229,6 +232,7 @@ def test_few_tokens(op: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(case(), case.decoded()())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", ["int4", "nvfp4", "int8"])
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 @both_ops

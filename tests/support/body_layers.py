@@ -270,7 +270,7 @@ class Layer:
 def oracle(
     layer: Layer, arguments: Arrays, *, round_hidden: bool = True, round_router: bool = True
 ) -> np.ndarray:
-    """Every expert on every token, rounding where the operator does."""
+    """Each expert on its tokens, rounding where the operator does."""
     config, P = layer.config, {n: p.astype(np.float64) for n, p in layer.parameters.items()}
     x = rounded(arguments["x"], config.tokens_dtype)
     if config.router:
@@ -284,19 +284,20 @@ def oracle(
         ids = arguments["expert_ids"]
         weights = rounded(arguments["expert_weights"], config.weights_dtype)
     y = x.copy() if config.options.residual else np.zeros_like(x)
-    scale = 1.0
+    scale = np.ones_like(x[..., :1])
     if config.options.pre_norm == "rms":
         scale = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + layer.norm_eps)
     for slot in range(layer.top_k):
         weight = weights[..., slot, None]
         x_in = rounded(x * weight if config.options.weight_on_input else x, config.operand_dtype)
-        for expert in range(layer.experts):
-            z = scale * (x_in @ P["w1"][expert].T) + (P["b1"][expert] if "b1" in P else 0.0)
+        for expert in set(ids[..., slot].flat) - {-1}:
+            rows = ids[..., slot] == expert
+            z = scale[rows] * (x_in[rows] @ P["w1"][expert].T)
+            z = z + P["b1"][expert] if "b1" in P else z
             h = activate(layer, z)
             h = rounded(h, config.operand_dtype) if round_hidden else h
             out = h @ P["w2"][expert].T + (P["b2"][expert] if "b2" in P else 0.0)
-            out = out if config.options.weight_on_input else out * weight
-            y += np.where(ids[..., slot, None] == expert, out, 0.0)
+            y[rows] += out if config.options.weight_on_input else out * weight[rows]
     return rounded(y, config.tokens_dtype)
 
 
@@ -355,7 +356,7 @@ def activate(layer: Layer, z: np.ndarray) -> np.ndarray:
 
 def pointwise(activation: str, z: np.ndarray) -> np.ndarray:
     if activation == "gelu":
-        return 0.5 * z * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)))
+        return 0.5 * z * (1 + torch.erf(torch.from_numpy(z / math.sqrt(2))).numpy())
     if activation == "gelu_tanh":
         return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
     if activation == "silu":

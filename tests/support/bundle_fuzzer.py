@@ -18,8 +18,8 @@ from pathlib import Path
 from standin import ROOT, SOURCES, build, sanitizing
 
 _NATIVE = ROOT / "tests" / "native"
-# What the reader needs; TensorRT's interface is not among it.
-_SOURCES = [path for path in SOURCES if path.parent.name != "plugin"]
+# What the reader and the launcher need; no runtime's interface is among it.
+_SOURCES = [path for path in SOURCES if path.parent.name not in ("node", "onnxruntime", "plugin")]
 _SANITIZERS = "address,undefined"
 
 

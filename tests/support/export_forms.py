@@ -48,7 +48,8 @@ def exported(
     def export(name: str, form: str) -> tuple[nn.Module, Path]:
         if (name, form) not in done:
             model = mixed_model() if name == "mixed" else mlp_model()
-            dynamo_moe.convert(model)
+            if name == "mlp":  # The other calls the operators itself.
+                dynamo_moe.convert(model)
             path = folder / f"{name}_{form}.onnx"
             dynamo_moe.export(
                 model, torch.randn(1, 5, 16), path, **FORMS[form], dynamic_shapes=TOKENS

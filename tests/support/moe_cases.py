@@ -63,6 +63,15 @@ EXPERT_FORMS = [
     for name in ("gated", "interleaved")
 ]
 
+# The same for kernels, where a gating and an activation meet in one line: SiLU in each gating,
+# the others in one.
+KERNEL_FORMS = [
+    pytest.param(*form.values, id=form.id, marks=pytest.mark.once(activation))
+    if (activation := form.values[0]["activation"]) not in ("silu", *CLAMPED)
+    else form
+    for form in EXPERT_FORMS
+]
+
 # What happens around an expert. An eps of 0.5 has a visible effect.
 NORM_FORMS = [
     pytest.param({"pre_norm": norm, "norm_eps": 0.5, "residual": residual}, id=name)

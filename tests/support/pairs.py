@@ -56,6 +56,7 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
                 isinstance(item, pytest.Function)
                 and item.get_closest_marker(mark)
                 and not item.get_closest_marker("once")
+                and not item.get_closest_marker("every")
             ):
                 tests.setdefault(item.function, []).append(item)
         for cases in tests.values():

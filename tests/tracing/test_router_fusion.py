@@ -584,9 +584,10 @@ def test_layers_that_differ_in_one_number() -> None:
         ("deepseek_v2", {"topk_method": "greedy", "routed_scaling_factor": 1.5}, "DroplessMoE"),
         ("deepseek_v3", {}, "DroplessMoE"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "DroplessMoE"),
-        ("ernie4_5_moe", {}, "DroplessMoE"),
-        ("granitemoe", {}, "DroplessMoE"),
         ("qwen2_moe", {}, "DroplessMoE"),
+        # Below in half precision.
+        pytest.param("ernie4_5_moe", {}, "DroplessMoE", marks=pytest.mark.every),
+        pytest.param("granitemoe", {}, "DroplessMoE", marks=pytest.mark.every),
     ],
 )
 def test_models_of_transformers(
@@ -634,6 +635,7 @@ def routings(path: Path) -> list[tuple[str | None, str | None]]:
     return found
 
 
+@pytest.mark.each_value
 @half
 @pytest.mark.parametrize("name", HALF_MODELS)
 def test_models_in_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -659,6 +661,7 @@ def test_models_that_compute_scores_in_half_precision(name: str, tmp_path: Path)
     assert set(report.operators) == {"DroplessMoEExperts"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["dense", "onnxruntime"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_targets(target: Any, dtype: torch.dtype, tmp_path: Path) -> None:

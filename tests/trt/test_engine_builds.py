@@ -278,6 +278,7 @@ def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
         ["sm_89"],
         path.with_suffix(".moek"),
         max_tokens=16,
+        jobs=1,
         progress=False,
         cache=False,
     )

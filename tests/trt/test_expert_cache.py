@@ -75,6 +75,7 @@ def small_case(tokens: int = 5, seed: int = 0, **options) -> Case:
     return make_case("experts", (tokens,), seed=seed, **sizes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("device", "order"), [("sm_80", first_used), ("sm_90", last_used)])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("resident", [1, 2, 6])

@@ -121,6 +121,7 @@ def summary(tensorrt, name: str = "experts", resident: int = 2, whose: str = "fo
     return others
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("resident", [1, 2, EXPERTS])
 @pytest.mark.parametrize("op", ["dropless", "experts"])
 def test_the_same_bits_as_fully_resident(driver, tensorrt, tmp_path, op, resident):
