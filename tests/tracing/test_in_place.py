@@ -444,9 +444,34 @@ def turned_in_place(x: Tensor) -> Tensor:
     return z * 1
 
 
+def turned_by_einsum(x: Tensor) -> Tensor:
+    """Its schema says that the result is a new tensor, where it is a view."""
+    y = x * 2
+    z = torch.einsum("ij->ji", y)
+    y.add_(1)
+    return z * 1
+
+
+def changed_by_einsum(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.einsum("ij->ij", y)[:, 0] = 3
+    return y
+
+
+def given_dimensions(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y, z = x[0] * 2, x[1] * 3
+    a, b = torch.atleast_2d([y, z])
+    y.add_(1)
+    b.mul_(2)
+    return a * 1, b, z
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        turned_by_einsum,
+        changed_by_einsum,
+        given_dimensions,
         viewed_by_a_region_before,
         changed_in_a_region,
         in_another_order,
