@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
+from dynamo_moe import pytree
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import FakeTensor, OpOverload, schema_of
@@ -77,6 +78,8 @@ def capture(
     _remove_dropouts(program)
     _unsqueeze_complex(program)
     _exportable_sizes(program)
+    if not gradients:
+        _write_statistics(program)
     _widen_norms(program)
     fuse_routers(program)
     if sharing is not None:
@@ -209,6 +212,73 @@ def _exportable_sizes(program: ExportedProgram) -> None:
 def _is_natural(size: Any) -> bool:
     value = size.meta["val"] if isinstance(size, fx.Node) else size
     return isinstance(value, torch.Tensor) or tracer.is_never_negative(value)
+
+
+def _write_statistics(program: ExportedProgram) -> None:
+    """Takes the running statistics from norms in training, and writes them where they are read.
+
+    The norms' schemas do not say that they write. Without them, they do not, and PyTorch's exporter
+    does not take them for norms in evaluation.
+
+    Raises:
+        ValueError: If one does so in a branch or a region, and its statistics are read outside.
+    """
+    norms = dict.fromkeys(node for node in all_nodes(program) if _tracks_statistics(node))
+    for node in norms:
+        x: Any = node.args[0]
+        mean, var, _, momentum = cast(tuple[Any, ...], node.args[3:7])
+        users = {user for statistic in (mean, var) for user in statistic.users}
+        if node.graph is not program.graph:
+            users |= {u for s in (mean, var) for u in _users_outside(program, s)}
+            if not users <= norms.keys():
+                raise ValueError(
+                    "a norm in training writes its running statistics within a branch, a loop or "
+                    "a region of autocast, and they are read outside: no file can follow that"
+                )
+        node.args = (*node.args[:3], None, None, *node.args[5:])
+        if users <= norms.keys():
+            continue
+        # A batch's statistics, or the mean of each instance's.
+        batch = [0] if node.target is _aten.batch_norm.default else []
+        dims = [*batch, *range(2, x.meta["val"].ndim)]
+        with node.graph.inserting_before(node.next):
+            for statistic, *call in (
+                (mean, _aten.mean.dim, x, dims),
+                (var, _aten.var.dim, x, dims, True),
+            ):
+                new = add_call(node.graph, node, *call)
+                if not batch:
+                    new = add_call(node.graph, node, _aten.mean.dim, new, [0])
+                dtype = statistic.meta["val"].dtype
+                new = add_call(node.graph, node, _aten.to.dtype, new, dtype)
+                share = add_call(node.graph, node, _aten.mul.Tensor, new, momentum)
+                kept = add_call(node.graph, node, _aten.mul.Tensor, statistic, 1 - momentum)
+                total = add_call(node.graph, node, _aten.add.Tensor, kept, share)
+                add_call(node.graph, node, _aten.copy_.default, statistic, total)
+
+
+def _users_outside(program: ExportedProgram, operand: fx.Node) -> set[fx.Node]:
+    """Returns what else uses what a graph within a program takes by one of its placeholders."""
+    inputs = operand.graph.find_nodes(op="placeholder")
+    module = operand.graph.owning_module
+    found: set[fx.Node] = set()
+    for node in all_nodes(program):
+        leaves = pytree.tree_leaves(node.args)
+        owner: Any = node.graph.owning_module
+        graphs = [n for n in leaves if isinstance(n, fx.Node) and n.op == "get_attr"]
+        if any(getattr(owner, str(graph.target), None) is module for graph in graphs):
+            outer = leaves[len(leaves) - len(inputs) + inputs.index(operand)]
+            found |= {*outer.users} - {node}
+            if outer.op == "placeholder" and outer.graph is not program.graph:
+                found |= _users_outside(program, outer)
+    return found
+
+
+def _tracks_statistics(node: fx.Node) -> bool:
+    """Whether a node is a norm that computes with a batch's statistics, and writes them."""
+    if node.target not in {_aten.batch_norm.default, _aten.instance_norm.default}:
+        return False
+    return node.args[5] is True and isinstance(node.args[3], fx.Node)
 
 
 def _widen_norms(program: ExportedProgram) -> None:

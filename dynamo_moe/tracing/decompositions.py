@@ -394,6 +394,41 @@ def _batch_norm(*arguments: Any) -> Any:
     return _native_batch_norm(*arguments[:-1])[0]  # The last: whether cuDNN is enabled.
 
 
+@decomposes(_aten._native_batch_norm_legit_functional.default, when=_in_training)
+def _functional_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The running variance is without bias, which that of ONNX's operator has."""
+    dims = [0, *range(2, x.ndim)]
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    variance = centred.square().mean(dims, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    y = centred * scale
+    shape = [-1] + [1] * (x.ndim - 2)
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    count = x.shape[0] * math.prod(x.shape[2:])
+    mean, variance, scale = (values.reshape(-1) for values in (mean, variance, scale))
+    unbiased = variance * (count / (count - 1))
+    return (
+        y,
+        mean,
+        scale,
+        running_mean + momentum * (mean - running_mean),
+        running_var + momentum * (unbiased - running_var),
+    )
+
+
 @decomposes(
     _aten.scaled_dot_product_attention.default, when=lambda query, *_, **__: query.ndim != 4
 )

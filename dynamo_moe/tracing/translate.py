@@ -61,7 +61,7 @@ def translate(
 
     Raises:
         FixedSizeError: If an operator becomes nodes that are right at the example's sizes only.
-        torch.onnx.OnnxExporterError: If an operator has no translation.
+        torch.onnx.OnnxExporterError: If an operator has no translation, or PyTorch fails otherwise.
         NeedsRetraceError: If the program would have to be traced again, and cannot.
     """
     with exporter.quiet():
@@ -83,12 +83,23 @@ def translate(
             except FixedSizeError:
                 raise
             except NeedsRetraceError as error:
-                note = f"{_TAKES_OVER}: {error}"
+                reason = str(error)
             except Exception as error:  # The public way reports it too, or can do without.
-                headline = str(error).partition("\n")[0]
-                note = f"{_TAKES_OVER}: {type(error).__name__}: {headline}"
+                reason = _headline(error)
                 _LOG.info("torch.onnx.export takes over", exc_info=True)
-        return _translate_by_torch(program, opset), note
+            note = f"{_TAKES_OVER}: {reason}"
+        try:
+            return _translate_by_torch(program, opset), note
+        except Exception as error:  # PyTorch's decompositions and passes raise anything.
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # The exporter's own errors are pages long.
+                cause = cause.__cause__
+            failure = f"{reason}; then {type(cause).__name__}: {cause}"
+            raise torch.onnx.OnnxExporterError(failure) from None
+
+
+def _headline(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # --- The public way ---

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 import dynamo_moe
 from dynamo_moe import pytree
 from dynamo_moe.private import tracer
+from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.nodes import NeedsRetraceError
 from traced_programs import Call, check_numbers, decompose, operators, router, several, traced
 
@@ -601,6 +602,93 @@ def test_buffer_whose_memory_another_one_shares() -> None:
     half.meta["val"] = total.meta["val"][:3]
     with pytest.raises(NeedsRetraceError, match="is changed, and shares its memory"):
         decompose(program)
+
+
+# --- Running statistics, which norms in training change ---
+
+
+class Normed(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(6, momentum=0.3)
+        self.norm.running_mean = torch.randn(6)
+        self.norm.running_var = torch.rand(6) + 1
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        self.norm.train()
+        return self.function(self, x)
+
+
+def statistics_of_two_batches(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    variance = m.norm.running_var.view(2, 3)
+    y = m.norm(m.norm(x) * 3)
+    return y, m.norm.running_mean * 2, variance * 2, m.norm.num_batches_tracked + 0
+
+
+def then_in_evaluation(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = m.norm(x.half())
+    m.norm.eval()
+    return y.float(), m.norm(x)
+
+
+def of_instances(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    instances = x[:, :, None] * torch.arange(1.0, 5.0)
+    y = F.instance_norm(instances, m.norm.running_mean, m.norm.running_var, use_input_stats=True)
+    return y, m.norm.running_mean + 0, m.norm.running_var + 0
+
+
+def of_a_program_that_is_traced_again(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = m.norm(x)
+    return y, (x * 2).t_(), m.norm.running_mean + m.norm.running_var
+
+
+def unread_in_a_region(m: Any, x: Tensor) -> Tensor:
+    """PyTorch's exporter makes a norm in evaluation of it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.norm(x).float()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        statistics_of_two_batches,
+        then_in_evaluation,
+        of_instances,
+        of_a_program_that_is_traced_again,
+        unread_in_a_region,
+    ],
+)
+def test_running_statistics(tmp_path: Path, function) -> None:
+    path, shapes = tmp_path / "m.onnx", ({0: "rows"},)
+    dynamo_moe.export(Normed(function), torch.randn(3, 6), path, dynamic_shapes=shapes)
+    for rows in (3, 2, 8):
+        model, x = Normed(function), torch.randn(rows, 6)
+        feeds = {"x": x.numpy()}
+        actual = [*map(torch.from_numpy, onnxruntime.InferenceSession(path).run(None, feeds))]
+        expected = [tensor.detach() for tensor in pytree.tree_leaves(model(x))]
+        bounds = tolerance_for({torch.float16} if function is then_in_evaluation else {x.dtype})
+        torch.testing.assert_close(actual, expected, rtol=bounds.max, atol=bounds.max)
+
+
+def read_after_a_region(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=True)
+    return y + m.norm.running_mean
+
+
+def read_after_a_branch(m: Any, x: Tensor) -> Tensor:
+    def normed(x: Tensor) -> Tensor:
+        return F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=True)
+
+    return torch.cond(x.sum() > 0, normed, torch.clone, (x,)) + m.norm.running_mean
+
+
+@pytest.mark.parametrize("function", [read_after_a_region, read_after_a_branch])
+def test_statistics_of_a_region_that_are_read_are_refused(tmp_path: Path, function) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match="statistics within a branch, a loop or a"):
+        dynamo_moe.export(Normed(function), torch.randn(3, 6), tmp_path / "m.onnx")
 
 
 # --- Random programs ---
