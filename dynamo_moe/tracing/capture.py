@@ -27,7 +27,9 @@ from dynamo_moe.tracing.dynamic_shapes import (
 )
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
-from dynamo_moe.tracing.nodes import add_call, all_nodes, values
+from dynamo_moe.tracing.in_place import changed_windows
+from dynamo_moe.tracing.model_calls import CallsNoted, DataDetached
+from dynamo_moe.tracing.nodes import UnfollowedError, add_call, all_nodes, values
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
@@ -75,6 +77,13 @@ def capture(
             program = _checked_trace(model, example, trials, strict=True, gradients=gradients)
         except Exception:
             raise failure from None
+    if changed_windows(all_nodes(program)):
+        with CallsNoted(Tensor.unfold) as unfolding:
+            _trace(model, example, strict=False, gradients=gradients)
+        raise UnfollowedError(
+            f"a tensor is changed through its windows, which unfold gives at "
+            f"{', '.join(dict.fromkeys(unfolding.lines))}: change the tensor itself"
+        )
     _remove_dropouts(program)
     _unsqueeze_complex(program)
     _exportable_sizes(program)
@@ -123,24 +132,44 @@ def _trace(
     graphs = nullcontext() if strict else tracer.graphs_compiled_late()
     keywords = nullcontext() if strict else keywords_named(model, example)
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
-    kept = state_kept(model)
-    with kept, exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
-        program = torch.export.export(
-            model,
-            example.args,
-            kwargs=example.kwargs,
-            dynamic_shapes=example.shapes,
-            strict=strict,
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
-    for name, constant in program.constants.items():
-        if isinstance(constant, FakeTensor):
-            raise ValueError(
-                f"the trace does not have the values of the constant {name}: a tensor's .data is "
-                "changed, which a trace does not follow (use .detach() and no_grad), or a tensor "
-                "is made within a loop or a branch (make it a buffer)"
+
+    def program() -> ExportedProgram:
+        with state_kept(model):
+            return torch.export.export(
+                model,
+                example.args,
+                kwargs=example.kwargs,
+                dynamic_shapes=example.shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
             )
-    return program
+
+    with exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
+        try:
+            traced = program()
+            if not _without_values(traced):
+                return traced
+        except RuntimeError as error:
+            if strict or not tracer.lacks_values(error):
+                raise
+        with DataDetached():
+            traced = program()
+    for name in _without_values(traced):
+        raise ValueError(
+            f"the trace does not have the values of the constant {name}: a tensor's .data is read "
+            "within a loop or a branch (use .detach()), or a tensor is made in a way that a trace "
+            "does not follow (make it a buffer)"
+        )
+    return traced
+
+
+def _without_values(program: ExportedProgram) -> list[str]:
+    """Returns the names of constants, those of branches and loops among them, without values."""
+    constants = dict(program.constants)
+    for node in all_nodes(program):
+        if node.op == "get_attr":
+            constants[str(node.target)] = getattr(node.graph.owning_module, str(node.target), None)
+    return [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]
 
 
 def without_constants(program: ExportedProgram) -> list[Any]:

@@ -572,6 +572,126 @@ def test_what_dropout_gives_is_changed(tmp_path: Path, retraces, function) -> No
         torch.testing.assert_close(torch.from_numpy(array), tensor)
 
 
+# --- Changes that are refused, or that a first trace does not see ---
+
+
+def overlapping_windows(x: Tensor) -> Tensor:
+    y = x * 2
+    y.unfold(1, 3, 1).mul_(2)
+    return y
+
+
+def windows_with_gaps(x: Tensor) -> Tensor:
+    """PyTorch makes zeros of the gaps."""
+    y = x * 2
+    y.unfold(1, 2, 3).transpose(0, 1)[0].add_(1)
+    return y
+
+
+@pytest.mark.parametrize("function", [overlapping_windows, windows_with_gaps])
+@pytest.mark.parametrize("shapes", [None, ({0: "rows"},)])
+def test_windows_that_are_changed_are_refused(tmp_path: Path, function, shapes) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=r"unfold gives at .*: y\.unfold\(1"):
+        dynamo_moe.export(
+            Call(function), torch.randn(3, 6), tmp_path / "m.onnx", dynamic_shapes=shapes
+        )
+
+
+def windows_that_are_read(x: Tensor) -> Tensor:
+    y = x * 2
+    windows = y.unfold(1, 3, 1)
+    y.add_(1)
+    return (windows * 1).mul_(2)
+
+
+def test_windows_of_what_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(Call(windows_that_are_read), torch.randn(3, 6), path)
+    check_numbers(path, Call(windows_that_are_read), torch.randn(5, 6))
+
+
+class Data(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def data_of_a_weight(m: Any, x: Tensor) -> Tensor:
+    return x * m.weight.data + x.data.sum()
+
+
+def changed_by_data(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    z = y + 1
+    y.data[:, 0].add_(1)
+    m.weight.data[0] = 3.0
+    return y + z, x * m.weight
+
+
+@pytest.mark.parametrize("function", [data_of_a_weight, changed_by_data])
+def test_data_is_the_tensor_itself(tmp_path: Path, function) -> None:
+    model, path = Data(function), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(3, 6), path, dynamic_shapes=({0: "rows"},))
+    assert torch.equal(model.weight, torch.ones(6))
+    check_numbers(path, model, torch.randn(5, 6))
+
+
+def changed_weight(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        m.weight.detach().mul_(2)
+    return x * m.weight if x.shape[0] > 9 else x * 2 * (m.weight / 2)
+
+
+def test_a_trial_changes_no_weight(tmp_path: Path) -> None:
+    """The branch is tried at other sizes, by running the model."""
+    model, path = Data(changed_weight), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(3, 6), path, dynamic_shapes=({0: "rows"},))
+    assert torch.equal(model.weight, torch.ones(6))
+    for rows in (3, 12):
+        check_numbers(path, Data(changed_weight), torch.randn(rows, 6))
+
+
+def new_data(m: Any, x: Tensor) -> Tensor:
+    m.weight.data = m.weight.data * 2
+    return x * m.weight
+
+
+def data_in_a_branch(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x.data + 1, torch.clone, (x * 2,))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (new_data, r"\.data is assigned at .*: m\.weight\.data = m\.weight\.data \* 2"),
+        (data_in_a_branch, r"a tensor's \.data is read within a loop or a branch"),
+    ],
+)
+def test_data_that_no_trace_follows_is_refused(tmp_path: Path, function, message) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=message):
+        dynamo_moe.export(Data(function), torch.randn(3, 6), tmp_path / "m.onnx")
+
+
+class SharedBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Buffer(torch.ones(6))
+        self.part = nn.Buffer(self.whole[:3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.add_(1)
+        return x + self.whole
+
+
+def test_buffers_that_share_memory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=r"part.* is changed, and shares its memory"):
+        dynamo_moe.export(SharedBuffers(), torch.randn(3, 6), tmp_path / "m.onnx")
+
+
 def turned(x: Tensor) -> Tensor:
     y = torch.view_as_complex((x * 2).view(-1, 3, 2))
     y.unsqueeze(0).mul_(2)
