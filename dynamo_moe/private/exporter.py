@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
 from onnxscript import TracedOnnxFunction
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
@@ -195,6 +195,14 @@ def decomposition_table(registry: Any) -> dict[Any, Any]:
     return _decomp.create_onnx_friendly_decomposition_table(translated)
 
 
+def _give_values(module: fx.GraphModule) -> None:
+    """Gives the nodes of a branch's or a loop's constants these as values, which a file has."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        constant = getattr(module, node.target, None)
+        if isinstance(constant, Tensor):
+            node.meta["val"] = constant
+
+
 def onnx_program(
     program: ExportedProgram, module: fx.GraphModule, signature: Any, registry: Any
 ) -> Any:
@@ -205,6 +213,7 @@ def onnx_program(
     for part in changed._graph_module.modules():
         if isinstance(part, fx.GraphModule):
             part.graph.eliminate_dead_code()
+            _give_values(part)
     changed._graph_signature = signature
     return _core._exported_program_to_onnx_program(changed, registry=registry)
 

@@ -38,6 +38,7 @@ __all__ = [
     "graphs_compiled_late",
     "is_module_cast",
     "is_never_negative",
+    "lacks_values",
     "make_fx",
     "has_static_value",
     "missing",
@@ -224,6 +225,11 @@ def stack() -> Iterator[tuple[str, int]]:
 
 TRACERS = ("torch._dynamo.", "torch._export.", "torch.export.", "torch.fx.")
 """Where the errors are from that say what a trace cannot do; others may be the model's."""
+
+
+def lacks_values(error: RuntimeError) -> bool:
+    """Whether an error says that a traced program has a constant without values."""
+    return "fake tensor in the exported program constant" in str(error)
 
 
 def is_module_cast(function: str) -> bool:

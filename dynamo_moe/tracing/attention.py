@@ -34,9 +34,14 @@ def _attention(
     if enable_gqa and query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = _repeated(key, repeats), _repeated(value, repeats)
-    factor = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    width = query.shape[3]
     # As PyTorch does: at both operands, so that the product stays small.
-    root = _constant(math.sqrt(abs(factor)), query.dtype)
+    if scale is None and not isinstance(width, int):
+        factor, wide = 1.0, _op.Cast(_op.Shape(query, start=3, end=4), to=ir.DataType.FLOAT)
+        root = _op.CastLike(_op.Pow(wide, _constant(-0.25, ir.DataType.FLOAT)), query)
+    else:
+        factor = 1 / math.sqrt(width) if scale is None else scale
+        root = _constant(math.sqrt(abs(factor)), query.dtype)
     keys = _op.Transpose(key, perm=[0, 1, 3, 2])
     scores = _op.MatMul(_op.Mul(query, root), _op.Mul(keys, root))
     if factor < 0:
@@ -61,7 +66,8 @@ def _repeated(tensor: Any, repeats: int) -> Any:
     _, groups, _, width = tensor.shape
     wide = _op.Expand(_op.Unsqueeze(tensor, _ints(2)), _ints(1, 1, repeats, 1, 1))
     batch, length = _op.Shape(tensor, start=0, end=1), _op.Shape(tensor, start=2, end=3)
-    shape = _op.Concat(batch, _ints(groups * repeats), length, _ints(width), axis=0)
+    last = _ints(width) if isinstance(width, int) else _op.Shape(tensor, start=3, end=4)
+    shape = _op.Concat(batch, _ints(groups * repeats), length, last, axis=0)
     return _op.Reshape(wide, shape, allowzero=1)
 
 

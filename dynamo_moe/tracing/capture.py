@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
+from dynamo_moe import pytree
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import FakeTensor, OpOverload, schema_of
@@ -26,7 +27,9 @@ from dynamo_moe.tracing.dynamic_shapes import (
 )
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
-from dynamo_moe.tracing.nodes import add_call, all_nodes, values
+from dynamo_moe.tracing.in_place import changed_windows
+from dynamo_moe.tracing.model_calls import CallsNoted, DataDetached
+from dynamo_moe.tracing.nodes import UnfollowedError, add_call, all_nodes, values
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
@@ -74,9 +77,18 @@ def capture(
             program = _checked_trace(model, example, trials, strict=True, gradients=gradients)
         except Exception:
             raise failure from None
+    if changed_windows(all_nodes(program)):
+        with CallsNoted(Tensor.unfold) as unfolding:
+            _trace(model, example, strict=False, gradients=gradients)
+        raise UnfollowedError(
+            f"a tensor is changed through its windows, which unfold gives at "
+            f"{', '.join(dict.fromkeys(unfolding.lines))}: change the tensor itself"
+        )
     _remove_dropouts(program)
     _unsqueeze_complex(program)
     _exportable_sizes(program)
+    if not gradients:
+        _write_statistics(program)
     _widen_norms(program)
     fuse_routers(program)
     if sharing is not None:
@@ -120,24 +132,44 @@ def _trace(
     graphs = nullcontext() if strict else tracer.graphs_compiled_late()
     keywords = nullcontext() if strict else keywords_named(model, example)
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
-    kept = state_kept(model)
-    with kept, exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
-        program = torch.export.export(
-            model,
-            example.args,
-            kwargs=example.kwargs,
-            dynamic_shapes=example.shapes,
-            strict=strict,
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
-    for name, constant in program.constants.items():
-        if isinstance(constant, FakeTensor):
-            raise ValueError(
-                f"the trace does not have the values of the constant {name}: a tensor's .data is "
-                "changed, which a trace does not follow (use .detach() and no_grad), or a tensor "
-                "is made within a loop or a branch (make it a buffer)"
+
+    def program() -> ExportedProgram:
+        with state_kept(model):
+            return torch.export.export(
+                model,
+                example.args,
+                kwargs=example.kwargs,
+                dynamic_shapes=example.shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
             )
-    return program
+
+    with exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
+        try:
+            traced = program()
+            if not _without_values(traced):
+                return traced
+        except RuntimeError as error:
+            if strict or not tracer.lacks_values(error):
+                raise
+        with DataDetached():
+            traced = program()
+    for name in _without_values(traced):
+        raise ValueError(
+            f"the trace does not have the values of the constant {name}: a tensor's .data is read "
+            "within a loop or a branch (use .detach()), or a tensor is made in a way that a trace "
+            "does not follow (make it a buffer)"
+        )
+    return traced
+
+
+def _without_values(program: ExportedProgram) -> list[str]:
+    """Returns the names of constants, those of branches and loops among them, without values."""
+    constants = dict(program.constants)
+    for node in all_nodes(program):
+        if node.op == "get_attr":
+            constants[str(node.target)] = getattr(node.graph.owning_module, str(node.target), None)
+    return [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]
 
 
 def without_constants(program: ExportedProgram) -> list[Any]:
@@ -209,6 +241,73 @@ def _exportable_sizes(program: ExportedProgram) -> None:
 def _is_natural(size: Any) -> bool:
     value = size.meta["val"] if isinstance(size, fx.Node) else size
     return isinstance(value, torch.Tensor) or tracer.is_never_negative(value)
+
+
+def _write_statistics(program: ExportedProgram) -> None:
+    """Takes the running statistics from norms in training, and writes them where they are read.
+
+    The norms' schemas do not say that they write. Without them, they do not, and PyTorch's exporter
+    does not take them for norms in evaluation.
+
+    Raises:
+        ValueError: If one does so in a branch or a region, and its statistics are read outside.
+    """
+    norms = dict.fromkeys(node for node in all_nodes(program) if _tracks_statistics(node))
+    for node in norms:
+        x: Any = node.args[0]
+        mean, var, _, momentum = cast(tuple[Any, ...], node.args[3:7])
+        users = {user for statistic in (mean, var) for user in statistic.users}
+        if node.graph is not program.graph:
+            users |= {u for s in (mean, var) for u in _users_outside(program, s)}
+            if not users <= norms.keys():
+                raise ValueError(
+                    "a norm in training writes its running statistics within a branch, a loop or "
+                    "a region of autocast, and they are read outside: no file can follow that"
+                )
+        node.args = (*node.args[:3], None, None, *node.args[5:])
+        if users <= norms.keys():
+            continue
+        # A batch's statistics, or the mean of each instance's.
+        batch = [0] if node.target is _aten.batch_norm.default else []
+        dims = [*batch, *range(2, x.meta["val"].ndim)]
+        with node.graph.inserting_before(node.next):
+            for statistic, *call in (
+                (mean, _aten.mean.dim, x, dims),
+                (var, _aten.var.dim, x, dims, True),
+            ):
+                new = add_call(node.graph, node, *call)
+                if not batch:
+                    new = add_call(node.graph, node, _aten.mean.dim, new, [0])
+                dtype = statistic.meta["val"].dtype
+                new = add_call(node.graph, node, _aten.to.dtype, new, dtype)
+                share = add_call(node.graph, node, _aten.mul.Tensor, new, momentum)
+                kept = add_call(node.graph, node, _aten.mul.Tensor, statistic, 1 - momentum)
+                total = add_call(node.graph, node, _aten.add.Tensor, kept, share)
+                add_call(node.graph, node, _aten.copy_.default, statistic, total)
+
+
+def _users_outside(program: ExportedProgram, operand: fx.Node) -> set[fx.Node]:
+    """Returns what else uses what a graph within a program takes by one of its placeholders."""
+    inputs = operand.graph.find_nodes(op="placeholder")
+    module = operand.graph.owning_module
+    found: set[fx.Node] = set()
+    for node in all_nodes(program):
+        leaves = pytree.tree_leaves(node.args)
+        owner: Any = node.graph.owning_module
+        graphs = [n for n in leaves if isinstance(n, fx.Node) and n.op == "get_attr"]
+        if any(getattr(owner, str(graph.target), None) is module for graph in graphs):
+            outer = leaves[len(leaves) - len(inputs) + inputs.index(operand)]
+            found |= {*outer.users} - {node}
+            if outer.op == "placeholder" and outer.graph is not program.graph:
+                found |= _users_outside(program, outer)
+    return found
+
+
+def _tracks_statistics(node: fx.Node) -> bool:
+    """Whether a node is a norm that computes with a batch's statistics, and writes them."""
+    if node.target not in {_aten.batch_norm.default, _aten.instance_norm.default}:
+        return False
+    return node.args[5] is True and isinstance(node.args[3], fx.Node)
 
 
 def _widen_norms(program: ExportedProgram) -> None:

@@ -27,7 +27,7 @@ from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.filled_ranges import overwrites_one_range, with_range
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 from dynamo_moe.tracing.in_place import Memories, Values, changed, is_known_view, view_of, writes
-from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_graph, values
+from dynamo_moe.tracing.nodes import ASSERTIONS, Call, NeedsRetraceError, add_graph, values
 
 _aten = torch.ops.aten
 _higher_order = torch.ops.higher_order
@@ -70,15 +70,23 @@ def decomposed(
 def _take_no_offsets(graph: fx.Graph) -> None:
     """Replaces the offsets of tensors in memory, which files do not have, by equal sizes.
 
-    A trace finds a size again by any tensor that shows it, such as the rest from there on.
+    A trace finds a size again by any tensor that shows it, such as the rest from there on. Of those
+    that only its assertions compare, nothing is left.
 
     Raises:
         FixedSizeError: If there is no such size.
     """
+    offset = _aten.sym_storage_offset.default
+    if not graph.find_nodes(op="call_function", target=offset):
+        return
+    for node in [*graph.nodes]:
+        if node.target in ASSERTIONS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
     sizes: dict[str, fx.Node] = {}
     for node in [*graph.nodes]:
         value = node.meta.get("val")
-        if node.target is torch.ops.aten.sym_storage_offset.default:
+        if node.target is offset:
             if str(value) not in sizes:
                 raise FixedSizeError(f"{value} is known as the offset of a tensor alone")
             node.replace_all_uses_with(sizes[str(value)])

@@ -394,6 +394,41 @@ def _batch_norm(*arguments: Any) -> Any:
     return _native_batch_norm(*arguments[:-1])[0]  # The last: whether cuDNN is enabled.
 
 
+@decomposes(_aten._native_batch_norm_legit_functional.default, when=_in_training)
+def _functional_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The running variance is without bias, which that of ONNX's operator has."""
+    dims = [0, *range(2, x.ndim)]
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    variance = centred.square().mean(dims, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    y = centred * scale
+    shape = [-1] + [1] * (x.ndim - 2)
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    count = x.shape[0] * math.prod(x.shape[2:])
+    mean, variance, scale = (values.reshape(-1) for values in (mean, variance, scale))
+    unbiased = variance * (count / (count - 1))
+    return (
+        y,
+        mean,
+        scale,
+        running_mean + momentum * (mean - running_mean),
+        running_var + momentum * (unbiased - running_var),
+    )
+
+
 @decomposes(
     _aten.scaled_dot_product_attention.default, when=lambda query, *_, **__: query.ndim != 4
 )
@@ -505,17 +540,66 @@ decomposes(_aten.amax.default, when=_over_all)(partial(_over_every, torch.amax))
 decomposes(_aten.amin.default, when=_over_all)(partial(_over_every, torch.amin))
 
 
+# ONNX Runtime scatters sums and products in float32, but not in half precision.
+
+
+def _is_half(x: Tensor, *_: Any, **__: Any) -> bool:
+    return x.dtype in {torch.float16, torch.bfloat16}
+
+
+def _in_float32(operator: Function, x: Tensor, *args: Any, **options: Any) -> Any:
+    wide = [a.float() if isinstance(a, Tensor) and _is_half(a) else a for a in (x, *args)]
+    return operator(*wide, **options).to(x.dtype)
+
+
+# ONNX indexes several dimensions by int64 alone.
+_NARROW = {torch.int8, torch.int16, torch.int32}
+
+
+def _has_narrow(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in _NARROW for index in indices)
+
+
+def _widened(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [i.long() if i is not None and i.dtype in _NARROW else i for i in indices]
+
+
+@decomposes(_aten.index.Tensor, when=lambda x, indices: _has_narrow(indices))
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    return _aten.index(x, _widened(indices))
+
+
+@decomposes(
+    _aten.index_put.default,
+    when=lambda x, indices, _, accumulate=False: (
+        _has_narrow(indices) or (accumulate and _is_half(x))
+    ),
+)
+def _index_put(x: Tensor, indices: Any, source: Tensor, accumulate: bool = False) -> Any:
+    if _has_narrow(indices):
+        return _aten.index_put(x, _widened(indices), source, accumulate)
+    return _aten.index_put(x.float(), indices, source.float(), accumulate).to(x.dtype)
+
+
 # ONNX cannot scatter into a scalar, which the exporter's translation does not consider.
-@decomposes(_aten.scatter_add.default, when=lambda x, *_: not x.ndim)
-def _scatter_add_to_scalar(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+@decomposes(_aten.scatter_add.default, when=lambda x, *_: not x.ndim or _is_half(x))
+def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    if _is_half(x):
+        return _in_float32(torch.scatter_add, x, dim, index, src)
     return x.scatter_reduce(dim, index, src, "sum")
 
 
 # ONNX's ScatterElements has no reduction "mean".
-@decomposes(_aten.scatter_reduce.two, when=lambda *arguments, **_: "mean" in arguments[4:5])
-def _scatter_mean(
+@decomposes(
+    _aten.scatter_reduce.two,
+    when=lambda x, _, __, ___, reduce, **____: reduce == "mean" or _is_half(x),
+)
+def _scatter_reduce(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
+) -> Any:
+    if _is_half(x):
+        options = {"include_self": include_self}
+        return _in_float32(torch.scatter_reduce, x, dim, index, src, reduce, **options)
     counts = torch.zeros_like(x).scatter_reduce(dim, index, torch.ones_like(src), "sum")
     base = x if include_self else torch.where(counts > 0, 0, x)
     total = base.scatter_reduce(dim, index, src, "sum")
@@ -559,6 +643,19 @@ def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
 @decomposes(_aten.nonzero.default, when=lambda x: x.ndim == 0)
 def _nonzero_of_scalar(x: Tensor) -> Tensor:
     return x.reshape(1).nonzero()[:, :0]
+
+
+# The exporter makes a sequence, whose folding fails.
+@decomposes(
+    _aten.split.Tensor,
+    when=lambda x, split_size, dim=0: not isinstance(split_size, int),
+)
+def _split_by_size(x: Tensor, split_size: int, dim: int = 0) -> list[Tensor]:
+    size = x.shape[dim]
+    last = max(1, int((size + split_size - 1) // split_size)) - 1  # A result has so many tensors.
+    begins = [number * split_size for number in range(last + 1)]
+    sizes = [*[split_size] * last, size - begins[-1]]
+    return [x.narrow(dim, *part) for part in zip(begins, sizes, strict=True)]
 
 
 # The exporter's translation takes no size.

@@ -19,6 +19,7 @@ from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.private import tracer
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
+from dynamo_moe.tracing.nodes import UnfollowedError
 
 _TORCH = Path(torch.__file__).parent
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
@@ -74,7 +75,7 @@ def explain_model_failure(error: Exception, example: str) -> str:
 
 def explain(error: BaseException) -> str:
     """Returns why PyTorch's exporter failed, and what to do about it."""
-    if isinstance(error, NodeError):
+    if isinstance(error, NodeError | UnfollowedError):
         return str(error)
     if isinstance(error, FixedSizeError):
         return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"

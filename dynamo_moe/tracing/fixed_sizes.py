@@ -25,6 +25,7 @@ from dynamo_moe.private.pytorch import FakeTensor, FakeTensorMode, without_value
 from dynamo_moe.restoring import state_of
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
+from dynamo_moe.tracing.in_place import changed_inputs
 from dynamo_moe.tracing.nodes import ASSERTIONS
 from dynamo_moe.tracing.size_decisions import Decision
 
@@ -103,9 +104,8 @@ class SizeTrials:
             FixedSizeError: With the line of the model that decides.
         """
         self._decisions = [*decisions]
-        self._check(
-            program, decisions, _model_run(self._model, self._example), _program_run(program)
-        )
+        run = _model_run(self._model, self._example, _changed_parameters(program))
+        self._check(program, decisions, run, _program_run(program))
 
     def check_decomposed(
         self, program: ExportedProgram, decisions: Sequence[Decision], module: fx.GraphModule
@@ -123,7 +123,8 @@ class SizeTrials:
         Raises:
             FixedSizeError: With the line of the model that decides.
         """
-        takes, run = _model_run(self._model, self._example), _program_run(program)
+        takes = _model_run(self._model, self._example, _changed_parameters(program))
+        run = _program_run(program)
 
         def where_taken(leaves: Sequence[Any]) -> Sequence[Any]:
             takes(leaves)
@@ -145,7 +146,8 @@ class SizeTrials:
                 "a layer is routed by its own code, and its trace cannot be compared with it: the "
                 "weights have no values"
             )
-        runs = _program_run(program), _model_run(self._model, self._example)
+        changed = _changed_parameters(program)
+        runs = _program_run(program), _model_run(self._model, self._example, changed)
         if not all(map(_equal, *(self._running(run)(leaves) for run in runs))):
             raise ValueError("a layer is routed by its own code, whose trace computes other values")
 
@@ -214,17 +216,29 @@ class SizeTrials:
         return running
 
 
-def _model_run(model: nn.Module, example: DynamicExample) -> Run:
-    """Returns a run of a model, which leaves its buffers and its other state as they are."""
+def _changed_parameters(program: ExportedProgram) -> frozenset[str]:
+    """Returns the names of the parameters whose values a program changes."""
+    names = program.graph_signature.inputs_to_parameters
+    changed = {node.name for node in changed_inputs(program.graph_module)}
+    return frozenset(names[name] for name in changed & names.keys())
+
+
+def _model_run(model: nn.Module, example: DynamicExample, parameters: Collection[str]) -> Run:
+    """Returns a run of a model, which leaves its buffers and its other state as they are.
+
+    It computes with copies of ``parameters``, those that it changes.
+    """
     _, spec = pytree.tree_flatten((example.args, example.kwargs))
     restore = functools.cache(lambda: state_of(model))
 
     def run(leaves: Sequence[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        tensors = dict(model.named_buffers())
+        tensors |= {name: model.get_parameter(name) for name in parameters}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         restoring = restore()
         try:
-            return pytree.tree_leaves(torch.func.functional_call(model, buffers, args, kwargs))
+            return pytree.tree_leaves(torch.func.functional_call(model, copies, args, kwargs))
         finally:
             restoring()
 
@@ -235,13 +249,14 @@ def _program_run(program: ExportedProgram, module: fx.GraphModule | None = None)
     """Returns a run of a traced program, or of another module with its signature."""
     signature = program.graph_signature
     values = {**program.state_dict, **program.constants}
+    changed = _changed_parameters(program)
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
         remaining = iter(leaves)
         inputs = [
             next(remaining)
             if spec.kind is InputKind.USER_INPUT
-            else _copied(values[str(spec.target)])
+            else _copied(values[str(spec.target)], is_changed=spec.target in changed)
             for spec in signature.input_specs
         ]
         results = _Run(module or program.graph_module).run(*inputs)
@@ -254,9 +269,10 @@ def _program_run(program: ExportedProgram, module: fx.GraphModule | None = None)
     return run
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, *, is_changed: bool) -> Any:
     """Returns a copy of what a run may change in place."""
-    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
+    may_change = isinstance(value, Tensor) and (is_changed or not value.requires_grad)
+    return value.detach().clone() if may_change else value
 
 
 class _Run(fx.Interpreter):

@@ -302,43 +302,6 @@ for _dims in (1, 2, 3):
 # --- Normalisation, attention and elements ---
 
 
-@decomposes(
-    _aten._native_batch_norm_legit_functional.default, when=lambda *arguments: bool(arguments[5])
-)
-def _batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """The running variance is without bias, which that of ONNX's operator has."""
-    dims = [0, *range(2, x.ndim)]
-    mean = x.mean(dims, keepdim=True)
-    centred = x - mean
-    variance = centred.square().mean(dims, keepdim=True)
-    scale = (variance + eps).rsqrt()
-    y = centred * scale
-    shape = [-1] + [1] * (x.ndim - 2)
-    if weight is not None:
-        y = y * weight.reshape(shape)
-    if bias is not None:
-        y = y + bias.reshape(shape)
-    count = x.shape[0] * math.prod(x.shape[2:])
-    mean, variance, scale = (values.reshape(-1) for values in (mean, variance, scale))
-    unbiased = variance * (count / (count - 1))
-    return (
-        y,
-        mean,
-        scale,
-        running_mean + momentum * (mean - running_mean),
-        running_var + momentum * (unbiased - running_var),
-    )
-
-
 @decomposes(_aten.native_layer_norm.default, when=lambda x, *_: x.dtype is not torch.float32)
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float

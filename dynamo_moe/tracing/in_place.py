@@ -118,6 +118,36 @@ class Values:
         self[owner] = new
 
 
+def changed_inputs(module: fx.GraphModule) -> set[fx.Node]:
+    """Returns the inputs of a graph whose memory it changes, or may change in a graph it calls."""
+    changed: set[int] = set()
+    for node in module.graph.nodes:
+        if writes(node):
+            changed |= _memories(values(node.args[0]))
+        elif isinstance(node.target, HigherOrderOperator):
+            graphs = (getattr(module, str(n.target), None) for n in node.all_input_nodes)
+            if any(changed_inputs(g) for g in graphs if isinstance(g, fx.GraphModule)):
+                tensors = [n for n in node.all_input_nodes if n.op != "get_attr"]
+                changed |= _memories(values(tensors))
+    inputs = module.graph.find_nodes(op="placeholder")
+    return {node for node in inputs if changed & _memories(values(node))}
+
+
+def changed_windows(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Returns the calls of ``unfold`` through whose results a tensor is changed.
+
+    PyTorch makes zeros of what is in no window, and sums of what is in several.
+    """
+    windows = [node for node in nodes if node.target is _aten.unfold.default]
+    found = []
+    for write in filter(writes, nodes if windows else ()):
+        seen: Any = write
+        while isinstance(seen, fx.Node) and _memories(values(seen)) == _memories(values(write)):
+            found += [seen] if seen in windows else []
+            seen = seen.args[0] if seen.args else None
+    return found
+
+
 def _changed_by(write: fx.Node) -> fx.Node:
     """Returns the one tensor whose values a node changes, its first argument."""
     if torch.Tag.inplace_view in cast(OpOverload, write.target).tags:

@@ -24,6 +24,10 @@ class NeedsRetraceError(Exception):
     """The program holds what only a trace of the whole program can decompose."""
 
 
+class UnfollowedError(Exception):
+    """The model does what no right graph is made of, here or by PyTorch."""
+
+
 def all_nodes(program: ExportedProgram) -> list[fx.Node]:
     """Returns the nodes of all the program's graphs."""
     graphs = (

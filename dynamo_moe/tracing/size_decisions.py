@@ -51,7 +51,7 @@ _noted: ContextVar[list[Decision] | None] = ContextVar("noted", default=None)
 def _note(condition: Any, kind: str) -> None:
     noted = _noted.get()
     if noted is not None and "suppressed" not in kind:
-        noted.append(Decision(condition, _line_of_model()))
+        noted.append(Decision(condition, line_of_model()))
 
 
 _watched = tracer.sizes_watched(_note)
@@ -91,7 +91,7 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
     return list(decisions.values())
 
 
-def _line_of_model() -> str:
+def line_of_model() -> str:
     """Returns the innermost line that is the model's."""
     for file, line in tracer.stack():
         if file in _BEGINNINGS:

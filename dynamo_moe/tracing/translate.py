@@ -24,11 +24,13 @@ from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.moe_nodes.translation import onnx_translation_table
 from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.private import exporter, tracer
+from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import attention, shortcuts, size_arithmetic
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
+from dynamo_moe.tracing.in_place import writes
 from dynamo_moe.tracing.nodes import NeedsRetraceError, all_nodes
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
@@ -59,7 +61,7 @@ def translate(
 
     Raises:
         FixedSizeError: If an operator becomes nodes that are right at the example's sizes only.
-        torch.onnx.OnnxExporterError: If an operator has no translation.
+        torch.onnx.OnnxExporterError: If an operator has no translation, or PyTorch fails otherwise.
         NeedsRetraceError: If the program would have to be traced again, and cannot.
     """
     with exporter.quiet():
@@ -81,12 +83,23 @@ def translate(
             except FixedSizeError:
                 raise
             except NeedsRetraceError as error:
-                note = f"{_TAKES_OVER}: {error}"
+                reason = str(error)
             except Exception as error:  # The public way reports it too, or can do without.
-                headline = str(error).partition("\n")[0]
-                note = f"{_TAKES_OVER}: {type(error).__name__}: {headline}"
+                reason = _headline(error)
                 _LOG.info("torch.onnx.export takes over", exc_info=True)
-        return _translate_by_torch(program, opset), note
+            note = f"{_TAKES_OVER}: {reason}"
+        try:
+            return _translate_by_torch(program, opset), note
+        except Exception as error:  # PyTorch's decompositions and passes raise anything.
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # The exporter's own errors are pages long.
+                cause = cause.__cause__
+            failure = f"{reason}; then {type(cause).__name__}: {cause}"
+            raise torch.onnx.OnnxExporterError(failure) from None
+
+
+def _headline(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # --- The public way ---
@@ -108,10 +121,28 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
-    """Returns the program without the operators that PyTorch's exporter translates wrongly."""
-    targets: set[Any] = {node.target for node in all_nodes(program)}
+    """Returns the program without the operators that PyTorch's exporter translates wrongly.
+
+    Where tensors are changed, these are also composites such as ``einsum``, whose results may be
+    views though their schemas say otherwise: PyTorch would take them for new tensors.
+    """
+    nodes = all_nodes(program)
+    targets: set[Any] = {node.target for node in nodes}
     decompositions = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
+    if any(map(writes, nodes)):
+        composites = torch.export.default_decompositions()
+        hidden = {target for target in targets - decompositions.keys() if _hides_views(target)}
+        decompositions |= {t: composites.pop(t) for t in hidden if t in composites}
     return program.run_decompositions(decompositions) if decompositions else program
+
+
+def _hides_views(target: Any) -> bool:
+    """Whether an operator is composite, and its schema says that its results are new tensors."""
+    return (
+        isinstance(target, OpOverload)
+        and tracer.can_decompose(target)
+        and all(value.alias_info is None for value in schema_of(target).returns)
+    )
 
 
 # --- Our steps ---

@@ -147,6 +147,21 @@ def check(names: list[str], opset: int, path: Path) -> None:
             assert (error <= tolerance).all(), (name, sizes, error.max())
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}])
+def test_a_width_that_is_symbolic(options, tmp_path) -> None:
+    model, path = Attends({**options, "enable_gqa": True}), tmp_path / "m.onnx"
+    inputs = inputs_of({"groups": 2}, *EXAMPLE)
+    shapes = tuple({2: "tokens", 3: "width"} for _ in inputs)
+    dynamo_moe.export(model, inputs, path, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(path)
+    names = [each.name for each in session.get_inputs()]
+    for width in (1, 3, 16):
+        given = [tensor.repeat(1, 1, 1, 2)[..., :width].contiguous() for tensor in inputs]
+        feed = {name: tensor.numpy() for name, tensor in zip(names, given, strict=True)}
+        [found] = session.run(None, feed)
+        torch.testing.assert_close(torch.from_numpy(found), model(*given), atol=1e-5, rtol=0)
+
+
 def test_dropout_is_off(tmp_path) -> None:
     inputs = inputs_of({}, *EXAMPLE)
     dynamo_moe.export(Attends({"dropout_p": 0.5}).eval(), inputs, tmp_path / "m.onnx")

@@ -88,7 +88,23 @@ def nested(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, inner, lambda x: x * 2, (x,))
 
 
-@pytest.mark.parametrize("function", [branches, loop, a_scan, nested])
+def constants(x: Tensor) -> Tensor:
+    """PyTorch's exporter writes none of them."""
+    from torch._higher_order_ops.scan import scan
+
+    def branch(x: Tensor) -> Tensor:
+        weights = torch.tensor([1.0, 2, 3, 4, 5, 6])
+        weights[0] = 7
+        return x * weights
+
+    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return state + row * torch.tensor([1.0, 2, 3, 4, 5, 6]), state + torch.tensor(0.5)
+
+    branched = torch.cond(x.sum() > 0, branch, lambda x: x - torch.tensor(2.0), (x,))
+    return branched + scan(step, x.new_zeros(6), x, dim=0)[1]
+
+
+@pytest.mark.parametrize("function", [branches, loop, a_scan, nested, constants])
 def test_control_flow(tmp_path: Path, retraces, function) -> None:
     model, path = Call(function), tmp_path / "m.onnx"
     dynamo_moe.export(model, torch.randn(3, 6), path)

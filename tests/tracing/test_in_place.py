@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 import dynamo_moe
 from dynamo_moe import pytree
 from dynamo_moe.private import tracer
+from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.nodes import NeedsRetraceError
 from traced_programs import Call, check_numbers, decompose, operators, router, several, traced
 
@@ -444,9 +445,34 @@ def turned_in_place(x: Tensor) -> Tensor:
     return z * 1
 
 
+def turned_by_einsum(x: Tensor) -> Tensor:
+    """Its schema says that the result is a new tensor, where it is a view."""
+    y = x * 2
+    z = torch.einsum("ij->ji", y)
+    y.add_(1)
+    return z * 1
+
+
+def changed_by_einsum(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.einsum("ij->ij", y)[:, 0] = 3
+    return y
+
+
+def given_dimensions(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y, z = x[0] * 2, x[1] * 3
+    a, b = torch.atleast_2d([y, z])
+    y.add_(1)
+    b.mul_(2)
+    return a * 1, b, z
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        turned_by_einsum,
+        changed_by_einsum,
+        given_dimensions,
         viewed_by_a_region_before,
         changed_in_a_region,
         in_another_order,
@@ -546,6 +572,126 @@ def test_what_dropout_gives_is_changed(tmp_path: Path, retraces, function) -> No
         torch.testing.assert_close(torch.from_numpy(array), tensor)
 
 
+# --- Changes that are refused, or that a first trace does not see ---
+
+
+def overlapping_windows(x: Tensor) -> Tensor:
+    y = x * 2
+    y.unfold(1, 3, 1).mul_(2)
+    return y
+
+
+def windows_with_gaps(x: Tensor) -> Tensor:
+    """PyTorch makes zeros of the gaps."""
+    y = x * 2
+    y.unfold(1, 2, 3).transpose(0, 1)[0].add_(1)
+    return y
+
+
+@pytest.mark.parametrize("function", [overlapping_windows, windows_with_gaps])
+@pytest.mark.parametrize("shapes", [None, ({0: "rows"},)])
+def test_windows_that_are_changed_are_refused(tmp_path: Path, function, shapes) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=r"unfold gives at .*: y\.unfold\(1"):
+        dynamo_moe.export(
+            Call(function), torch.randn(3, 6), tmp_path / "m.onnx", dynamic_shapes=shapes
+        )
+
+
+def windows_that_are_read(x: Tensor) -> Tensor:
+    y = x * 2
+    windows = y.unfold(1, 3, 1)
+    y.add_(1)
+    return (windows * 1).mul_(2)
+
+
+def test_windows_of_what_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(Call(windows_that_are_read), torch.randn(3, 6), path)
+    check_numbers(path, Call(windows_that_are_read), torch.randn(5, 6))
+
+
+class Data(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def data_of_a_weight(m: Any, x: Tensor) -> Tensor:
+    return x * m.weight.data + x.data.sum()
+
+
+def changed_by_data(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    z = y + 1
+    y.data[:, 0].add_(1)
+    m.weight.data[0] = 3.0
+    return y + z, x * m.weight
+
+
+@pytest.mark.parametrize("function", [data_of_a_weight, changed_by_data])
+def test_data_is_the_tensor_itself(tmp_path: Path, function) -> None:
+    model, path = Data(function), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(3, 6), path, dynamic_shapes=({0: "rows"},))
+    assert torch.equal(model.weight, torch.ones(6))
+    check_numbers(path, model, torch.randn(5, 6))
+
+
+def changed_weight(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        m.weight.detach().mul_(2)
+    return x * m.weight if x.shape[0] > 9 else x * 2 * (m.weight / 2)
+
+
+def test_a_trial_changes_no_weight(tmp_path: Path) -> None:
+    """The branch is tried at other sizes, by running the model."""
+    model, path = Data(changed_weight), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(3, 6), path, dynamic_shapes=({0: "rows"},))
+    assert torch.equal(model.weight, torch.ones(6))
+    for rows in (3, 12):
+        check_numbers(path, Data(changed_weight), torch.randn(rows, 6))
+
+
+def new_data(m: Any, x: Tensor) -> Tensor:
+    m.weight.data = m.weight.data * 2
+    return x * m.weight
+
+
+def data_in_a_branch(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x.data + 1, torch.clone, (x * 2,))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (new_data, r"\.data is assigned at .*: m\.weight\.data = m\.weight\.data \* 2"),
+        (data_in_a_branch, r"a tensor's \.data is read within a loop or a branch"),
+    ],
+)
+def test_data_that_no_trace_follows_is_refused(tmp_path: Path, function, message) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=message):
+        dynamo_moe.export(Data(function), torch.randn(3, 6), tmp_path / "m.onnx")
+
+
+class SharedBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Buffer(torch.ones(6))
+        self.part = nn.Buffer(self.whole[:3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.add_(1)
+        return x + self.whole
+
+
+def test_buffers_that_share_memory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=r"part.* is changed, and shares its memory"):
+        dynamo_moe.export(SharedBuffers(), torch.randn(3, 6), tmp_path / "m.onnx")
+
+
 def turned(x: Tensor) -> Tensor:
     y = torch.view_as_complex((x * 2).view(-1, 3, 2))
     y.unsqueeze(0).mul_(2)
@@ -576,6 +722,93 @@ def test_buffer_whose_memory_another_one_shares() -> None:
     half.meta["val"] = total.meta["val"][:3]
     with pytest.raises(NeedsRetraceError, match="is changed, and shares its memory"):
         decompose(program)
+
+
+# --- Running statistics, which norms in training change ---
+
+
+class Normed(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(6, momentum=0.3)
+        self.norm.running_mean = torch.randn(6)
+        self.norm.running_var = torch.rand(6) + 1
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        self.norm.train()
+        return self.function(self, x)
+
+
+def statistics_of_two_batches(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    variance = m.norm.running_var.view(2, 3)
+    y = m.norm(m.norm(x) * 3)
+    return y, m.norm.running_mean * 2, variance * 2, m.norm.num_batches_tracked + 0
+
+
+def then_in_evaluation(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = m.norm(x.half())
+    m.norm.eval()
+    return y.float(), m.norm(x)
+
+
+def of_instances(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    instances = x[:, :, None] * torch.arange(1.0, 5.0)
+    y = F.instance_norm(instances, m.norm.running_mean, m.norm.running_var, use_input_stats=True)
+    return y, m.norm.running_mean + 0, m.norm.running_var + 0
+
+
+def of_a_program_that_is_traced_again(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = m.norm(x)
+    return y, (x * 2).t_(), m.norm.running_mean + m.norm.running_var
+
+
+def unread_in_a_region(m: Any, x: Tensor) -> Tensor:
+    """PyTorch's exporter makes a norm in evaluation of it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.norm(x).float()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        statistics_of_two_batches,
+        then_in_evaluation,
+        of_instances,
+        of_a_program_that_is_traced_again,
+        unread_in_a_region,
+    ],
+)
+def test_running_statistics(tmp_path: Path, function) -> None:
+    path, shapes = tmp_path / "m.onnx", ({0: "rows"},)
+    dynamo_moe.export(Normed(function), torch.randn(3, 6), path, dynamic_shapes=shapes)
+    for rows in (3, 2, 8):
+        model, x = Normed(function), torch.randn(rows, 6)
+        feeds = {"x": x.numpy()}
+        actual = [*map(torch.from_numpy, onnxruntime.InferenceSession(path).run(None, feeds))]
+        expected = [tensor.detach() for tensor in pytree.tree_leaves(model(x))]
+        bounds = tolerance_for({torch.float16} if function is then_in_evaluation else {x.dtype})
+        torch.testing.assert_close(actual, expected, rtol=bounds.max, atol=bounds.max)
+
+
+def read_after_a_region(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=True)
+    return y + m.norm.running_mean
+
+
+def read_after_a_branch(m: Any, x: Tensor) -> Tensor:
+    def normed(x: Tensor) -> Tensor:
+        return F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=True)
+
+    return torch.cond(x.sum() > 0, normed, torch.clone, (x,)) + m.norm.running_mean
+
+
+@pytest.mark.parametrize("function", [read_after_a_region, read_after_a_branch])
+def test_statistics_of_a_region_that_are_read_are_refused(tmp_path: Path, function) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match="statistics within a branch, a loop or a"):
+        dynamo_moe.export(Normed(function), torch.randn(3, 6), tmp_path / "m.onnx")
 
 
 # --- Random programs ---

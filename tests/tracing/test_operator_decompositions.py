@@ -107,7 +107,29 @@ def of_mixed_dtypes(x: Tensor) -> tuple[Tensor, ...]:
     return torch.divide(x, counts + 1), torch.subtract(x, counts), torch.greater(x, counts)
 
 
+def sums_in_half_precision(x: Tensor) -> tuple[Tensor, ...]:
+    """ONNX Runtime scatters no sums in half precision."""
+    rows = x[0, :, :2].round().half()
+    zeros, one = rows.new_zeros(rows.shape), torch.ones(2, dtype=torch.int64)
+    results = (
+        zeros.index_add(1, one, rows),
+        zeros.index_put((one, one), rows[:2, 0], accumulate=True),
+        zeros.scatter_add(1, torch.ones_like(zeros, dtype=torch.int64), rows),
+        zeros.bfloat16().scatter_reduce(1, (rows > 0).long(), rows.bfloat16(), "sum"),
+    )
+    return tuple(result.float() for result in results)
+
+
+def narrow_indices(x: Tensor) -> tuple[Tensor, ...]:
+    two = torch.tensor([0, 2], dtype=torch.int32)
+    changed = x * 2
+    changed[:, two] = 3
+    return x[:, two], x[two.long() // 2, two], changed, x.index_put((two[:1],), x[:1] * 0)
+
+
 FUNCTIONS = [
+    sums_in_half_precision,
+    narrow_indices,
     circular,
     cropped,
     adaptive,

@@ -50,6 +50,7 @@ COMMON = (
     "scatter_reduce.mean",
     "searchsorted",
     "squeeze.multiple",
+    "tensor_split",
     "true_divide",
     "unique",
     "_upsample_bilinear2d_aa",
