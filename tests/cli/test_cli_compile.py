@@ -338,7 +338,8 @@ def test_a_file_is_compiled_and_inspected(file: Path) -> None:
 @pytest.mark.slow
 def test_products_may_be_of_tf32() -> None:
     spec = SPEC.replace("fp16", "fp32")
-    arguments = ("--spec", spec, "--arch", "80", "--max-tokens", "1", "-q", "-o", "t.moek")
+    limits = ("--max-tokens", "1", "--jobs", "1")
+    arguments = ("--spec", spec, "--arch", "80", *limits, "-q", "-o", "t.moek")
     for given, expected in (((), False), (("--tf32",), True)):
         assert run("compile", *arguments, *given).exit_code == 0
         (program,) = trt_plugin.read("t.moek").programs

@@ -248,6 +248,20 @@ def test_no_expert_and_one_expert_twice(build: Build, config: BodyConfig) -> Non
 
 
 @every_body
+@pytest.mark.parametrize("config", [EXPERTS, GPT_OSS, LLAMA4])
+def test_no_expert_is_not_the_last_one(build: Build, config: BodyConfig) -> None:
+    """Which -1 would choose where it is an index."""
+    layer = Layer(config)
+    arguments = layer.arguments(5)
+    arguments["expert_ids"][:] = [[-1, -1], [-1, 2], [2, -1], [3, 4], [0, 0]]
+    expected = oracle(layer, arguments)
+    for parameter in layer.parameters.values():
+        parameter[-1] = np.nan
+    (actual,) = run(to_session(to_model([layer], build)), arguments)
+    assert_agrees(actual, expected, FLOAT)
+
+
+@every_body
 @pytest.mark.parametrize(
     "config", [*CONFIGS[:5], GATED, changed(GATED, activation="clamped_swiglu"), NORMED]
 )
