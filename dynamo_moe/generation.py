@@ -3,24 +3,28 @@
 Neither PyTorch nor transformers is needed: the file's inputs and its metadata say what it keeps
 between tokens.
 
-Legend: B batch, L tokens of the prompt, S tokens of a call, V vocabulary.
+Legend: B batch, L tokens of the prompt, S tokens of a call, V vocabulary, D width.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynamo_moe.files import model_parts
 from dynamo_moe.files.cache_entries import KEY, CacheEntry, loads
+from dynamo_moe.files.model_parts import FILES, GRID, grid_positions
 
 if TYPE_CHECKING:
     import onnxruntime
     from numpy.typing import ArrayLike, NDArray
 
 _PAST, _PRESENT = "past_key_values.", "present."
+_FEATURES = "image_features"
 _DTYPES = {
     "tensor(double)": "float64",
     "tensor(float)": "float32",
@@ -39,20 +43,25 @@ def generate(
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    **pictures: ArrayLike,
 ) -> NDArray[np.int64]:
-    """Writes text with a file of :func:`export_language_model`, the most likely token each time.
+    """Writes text with files of :func:`export_language_model`, the most likely token each time.
 
     What the file keeps between tokens is found in its metadata, or by the names
     ``past_key_values.*`` and ``present.*``, as other exporters write them. A file without a cache
     computes the whole text again for each token.
 
     Args:
-        path: The file, or a session of ONNX Runtime with it, which need not load it again.
+        path: The file, or a session of ONNX Runtime with it, which need not load it again; or the
+            folder of a model that sees pictures.
         input_ids: The prompts, ``[B, L]``; a row that is shorter has padding on its left.
         attention_mask: ``[B, L]``, 0 for padding; None: there is none.
         max_new_tokens: How many tokens are written at most.
         eos_token_id: The tokens that end a row. When all rows have ended, no more are written.
         pad_token_id: What follows in a row that has ended; None: the first of ``eos_token_id``.
+        pictures: With a folder, what its ``vision.onnx`` takes, by name: ``pixel_values``, and
+            ``image_grid_thw`` if it does, as the model's image processor makes them. The pictures
+            are those of all rows in order; each has its tokens in ``input_ids``.
 
     Returns:
         The prompts with what follows, ``[B, L + new]``, as ``generate`` of transformers does.
@@ -60,14 +69,15 @@ def generate(
     Raises:
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If the file is no language model that this can run, a prompt is empty or has
-            padding on its right, or a number is out of range.
+            padding on its right, a number is out of range, or the pictures are not those that the
+            folder takes and the prompts have tokens of.
     """
     text, mask = _prompts(input_ids, attention_mask)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     ends = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     padding = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
-    model = _Model(_session(path), len(text))
+    model = _model(path, text, mask, {name: np.asarray(x) for name, x in pictures.items()})
     has_ended = np.zeros((len(text), 1), bool)
     new = text
     for _ in range(max_new_tokens):
@@ -124,6 +134,28 @@ def _session(
     )
 
 
+def _model(
+    path: str | os.PathLike[str] | onnxruntime.InferenceSession,
+    text: NDArray[np.int64],
+    mask: NDArray[np.int64],
+    pictures: dict[str, NDArray[Any]],
+) -> _Model:
+    """Returns a file, or the parts of a folder, before a prompt."""
+    if isinstance(path, (str, os.PathLike)) and Path(path).is_dir():
+        missing = [name for name in FILES.values() if not (Path(path) / name).is_file()]
+        if missing:
+            raise ValueError(f"folder {os.fspath(path)} has no {', '.join(missing)}")
+        vision, embedding, decoder = (_session(Path(path) / name) for name in FILES.values())
+        seen = _seen(vision, pictures)
+        return _SeeingModel(embedding, decoder, seen, text, mask, pictures.get(GRID))
+    if pictures:
+        raise ValueError(
+            f"a file alone sees no pictures ({', '.join(pictures)}): pass the folder of a model "
+            "that does"
+        )
+    return _Model(_session(path), len(text))
+
+
 class _Model:
     """A file, and what it has kept of the text so far.
 
@@ -131,17 +163,21 @@ class _Model:
         has_cache: Whether it keeps anything.
     """
 
+    tokens = "input_ids"
+    further: tuple[str, ...] = ()
+
     def __init__(self, session: onnxruntime.InferenceSession, batch: int) -> None:
         self._session = session
         self._names = [value.name for value in session.get_inputs()]
         self._dtypes = {value.name: _DTYPES.get(value.type) for value in session.get_inputs()}
         entries = cache_of(session)
-        known = {"input_ids", "attention_mask", "position_ids", *(entry.input for entry in entries)}
+        known = {self.tokens, "attention_mask", "position_ids", *self.further}
+        known |= {entry.input for entry in entries}
         unknown = [name for name in self._names if name not in known]
         outputs = [value.name for value in session.get_outputs()]
-        if unknown or "input_ids" not in self._names or "logits" not in outputs:
+        if unknown or self.tokens not in self._names or "logits" not in outputs:
             raise ValueError(
-                "the file must have the inputs input_ids, attention_mask and caches, and the "
+                f"the file must have the inputs {self.tokens}, attention_mask and caches, and the "
                 f"output logits; it has {', '.join(self._names)} and {', '.join(outputs)}"
             )
         self.has_cache = bool(entries)
@@ -155,8 +191,7 @@ class _Model:
             new: ``[B, S]``.
             mask: Of these and of all tokens before, ``[B, P + S]``.
         """
-        positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -new.shape[1] :]
-        given = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
+        given = self._given(new, mask)
         feeds = {
             name: _value(x.astype(self._dtypes[name]))
             for name, x in given.items()
@@ -166,6 +201,86 @@ class _Model:
         self._kept = dict(zip(self._kept, kept, strict=True))
         last: NDArray[Any] = logits.numpy()[:, -1]
         return last
+
+    def _given(self, new: NDArray[np.int64], mask: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Returns what goes into the file besides its cache."""
+        positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -new.shape[1] :]
+        return {"input_ids": new, "attention_mask": mask, "position_ids": positions}
+
+
+class _SeeingModel(_Model):
+    """A decoder, the embedding before it, and the pictures' features until they are read."""
+
+    tokens = "inputs_embeds"
+
+    def __init__(
+        self,
+        embedding: onnxruntime.InferenceSession,
+        decoder: onnxruntime.InferenceSession,
+        seen: dict[str, NDArray[Any]],
+        text: NDArray[np.int64],
+        mask: NDArray[np.int64],
+        grids: NDArray[np.int64] | None,
+    ) -> None:
+        self.further = tuple(value.name for value in embedding.get_outputs())
+        super().__init__(decoder, len(text))
+        self._embedding, self._seen = embedding, seen
+        part = _part(decoder)
+        count, expected = int((text == part.image_token_id).sum()), len(seen.get(_FEATURES, ()))
+        if count != expected:
+            raise ValueError(
+                f"input_ids has {count} tokens {part.image_token_id}, but the pictures have "
+                f"{expected} parts"
+            )
+        self._positions: NDArray[np.int64] | None = None
+        if part.positions == "grid":
+            grids = np.zeros((0, 3), np.int64) if grids is None else grids
+            self._positions, self._following = grid_positions(text, mask, grids, part)
+
+    def _given(self, new: NDArray[np.int64], mask: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        feeds = {
+            value.name: self._seen.get(value.name, _nothing(value))
+            for value in self._embedding.get_inputs()
+        }
+        embedded = self._embedding.run(list(self.further), feeds | {"input_ids": new})
+        self._seen = {}
+        given = super()._given(new, mask) | dict(zip(self.further, embedded, strict=True))
+        if self._positions is not None:
+            given["position_ids"] = self._positions
+            self._positions = np.tile(self._following[:, None], (3, 1, 1))
+            self._following = self._following + 1
+        return given
+
+
+def _seen(
+    vision: onnxruntime.InferenceSession, pictures: dict[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """Returns the features of pictures by name; none if there are no pictures."""
+    if not pictures:
+        return {}
+    inputs = {value.name: value for value in vision.get_inputs()}
+    if inputs.keys() != pictures.keys():
+        raise ValueError(
+            f"the pictures must be {', '.join(inputs)}; got {', '.join(pictures) or 'none'}"
+        )
+    if GRID in pictures and (pictures[GRID][:, 0] != 1).any():
+        raise ValueError(f"{GRID} must have one frame a picture, got {pictures[GRID][:, 0].max()}")
+    feeds = {name: x.astype(_DTYPES[inputs[name].type]) for name, x in pictures.items()}
+    names = [value.name for value in vision.get_outputs()]
+    return dict(zip(names, vision.run(names, feeds), strict=True))
+
+
+def _part(session: onnxruntime.InferenceSession) -> model_parts.ModelPart:
+    described = session.get_modelmeta().custom_metadata_map.get(model_parts.KEY)
+    if described is None:
+        raise ValueError(f"{FILES['decoder']} does not say what it is part of")
+    return model_parts.loads(described)
+
+
+def _nothing(value: Any) -> NDArray[Any]:
+    """Returns an input without rows."""
+    sizes = [size if isinstance(size, int) else 0 for size in value.shape]
+    return np.zeros(sizes, _DTYPES[value.type])
 
 
 def cache_of(session: onnxruntime.InferenceSession) -> list[CacheEntry]:

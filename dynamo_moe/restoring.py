@@ -100,6 +100,7 @@ def _undoing(model: nn.Module, *, attributes: bool) -> list[Callable[[], None]]:
             own = attributes or not isinstance(value, nn.Module)
             if own:
                 undo.append(_restoring(held, dict(held)))
+                undo.append(_emptying(held))
             remaining += [
                 part
                 for name, part in held.items()
@@ -174,6 +175,18 @@ def _forgetting(function: Any) -> Callable[[], None]:
     def restore() -> None:
         if function.cache_info().misses != before:
             function.cache_clear()
+
+    return restore
+
+
+def _emptying(held: Mapping[str, Any]) -> Callable[[], None]:
+    """Returns a function that removes the hooks that a module gets in tables without any."""
+    tables = [held[name] for name in _OF_EVERY_MODULE & held.keys()]
+    empty = [table for table in tables if type(table) in _DICTS and not table]
+
+    def restore() -> None:
+        for table in filter(None, empty):
+            table.clear()
 
     return restore
 

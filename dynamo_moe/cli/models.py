@@ -168,11 +168,19 @@ def export(
         ),
     ] = False,
     task: Annotated[
-        Literal["text-generation-with-past", "text-generation", "feature-extraction"] | None,
+        Literal[
+            "text-generation-with-past",
+            "text-generation",
+            "feature-extraction",
+            "image-text-to-text",
+        ]
+        | None,
         typer.Option(
             metavar="TASK",
             help="What the file does: [cyan]text-generation-with-past[/], "
-            "[cyan]text-generation[/] or [cyan]feature-extraction[/].",
+            "[cyan]text-generation[/] or [cyan]feature-extraction[/]. With "
+            "[cyan]image-text-to-text[/], for a model that sees pictures, OUT is a folder of three "
+            "files.",
             show_default="text-generation-with-past",
             rich_help_panel=_CHECKPOINTS,
         ),
@@ -323,7 +331,8 @@ def export(
         _check_together({"--ranks": ranks, "--profile": profile})
         rounding = _rounding(quantize, quantize_linear, group, quantize_ignore)
         out = _one_output(out, output)
-        out = out.resolve() if folder_format is not None else out
+        is_folder = folder_format is not None or task == "image-text-to-text"
+        out = out.resolve() if is_folder else out
         hf = hf or is_checkpoint(model)
         _check_source(
             hf,
@@ -339,23 +348,22 @@ def export(
         )
         for_runtime = folder_format == "genai" or shared_cache
         target = target or ("onnxruntime" if for_runtime else DEFAULT_TARGET)
-        options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
+        options: dict[str, Any] = {"target": target, "body": body, "profile": profile, "fuse": fuse}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
-        options |= {"repeated_blocks": repeated_blocks, "fuse": fuse, "ranks": ranks}
+        options |= {"repeated_blocks": repeated_blocks, "ranks": ranks}
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
-        (need_writable if folder_format is None else need_writable_folder)(out)
+        (need_writable_folder if is_folder else need_writable)(out)
         if verify:
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
         # A file gets its name only once it is verified.
-        target_file = unverified(out, is_folder=folder_format is not None) if verify else out
+        target_file = unverified(out, is_folder=is_folder) if verify else out
         outcome = Outcome()
         with outcome.printed(as_json=as_json, quiet=quiet):
             module: Any
             args: tuple[Any, ...] | None = None
-            mute = not (hf or debug)
             if hf:
                 folder, weights_dtype = Path(model), _torch_dtype(dtype)
                 module = _open_checkpoint(console, folder, weights_dtype)
@@ -375,14 +383,15 @@ def export(
             _convert(console, module, args, conversion, strict, outcome)
             outcome.quantization = _quantize(console, module, rounding)
             outcome.exported = exported = _export(
-                console, module, args, target_file, options, mute=mute
+                console, module, args, target_file, options, mute=not (hf or debug)
             )
             if verify:
                 with named_finally(outcome, exported, target_file, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
                         _quantize(console, module, rounding)
-                    report = outcome.verification = _verify(console, exported.path, module, None)
+                    written = exported.path if folder_format or not is_folder else target_file
+                    report = outcome.verification = _verify(console, written, module, None)
                     _check(report)
 
 

@@ -23,12 +23,24 @@ def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
     return tuple(
         Unrecognised(path, type(model.get_submodule(path)).__name__, "not converted")
         for path in convertible_modules(model)
+        if model.get_submodule(path) not in _unused(model)
     )
 
 
 def converted_modules(model: nn.Module) -> list[str]:
-    """Returns the paths of the converted modules."""
-    return [path for path, module in modules_by_path(model) if isinstance(module, ConvertedModule)]
+    """Returns the paths of the converted modules that a model's forward may call."""
+    unused = _unused(model)
+    return [
+        path
+        for path, module in modules_by_path(model)
+        if isinstance(module, ConvertedModule) and module not in unused
+    ]
+
+
+def _unused(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that a forward, put in place of the model's own, says it never calls."""
+    unused: nn.Module | None = getattr(model.forward, "unused", None)
+    return set() if unused is None else set(unused.modules())
 
 
 def own_forward_warning(paths: Sequence[str]) -> str:

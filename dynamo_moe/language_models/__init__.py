@@ -2,20 +2,22 @@
 
 from dynamo_moe.language_models.tasks import (
     TASKS,
+    Role,
     Task,
     example_case,
     export_language_model,
     performing,
-    task_of,
+    role_of,
     verification_cases,
 )
 
 __all__ = [
     "TASKS",
+    "Role",
     "Task",
     "example_case",
     "export_language_model",
     "performing",
-    "task_of",
+    "role_of",
     "verification_cases",
 ]

@@ -173,7 +173,11 @@ def check_folder(
         return
     if kind not in FORMATS:
         raise ValueError(f"folder must be one of {', '.join(FORMATS)}; got {kind!r}")
-    path = Path(path)
+    check_place(Path(path), links=links)
+
+
+def check_place(path: Path, *, links: bool) -> None:
+    """Checks that there can be a folder at ``path``; see :func:`check_folder`."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; name a folder")
     if not path.parent.is_dir():

@@ -7,12 +7,13 @@ values, C width of such a head.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,15 +23,18 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
-from dynamo_moe.files import cache_entries
+from dynamo_moe.files import cache_entries, model_parts
 from dynamo_moe.files.inputs import DrawnCase
+from dynamo_moe.files.model_parts import FILES, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
 from dynamo_moe.language_models.folders import (
     FolderFormat,
     RuntimeFolder,
     check_folder,
+    check_place,
     genai_cache,
 )
+from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
@@ -40,17 +44,24 @@ from dynamo_moe.weights.lazy_tensors import LazyTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
+Task = Literal[
+    "text-generation-with-past", "text-generation", "feature-extraction", "image-text-to-text"
+]
 TASKS: tuple[str, ...] = get_args(Task)
+Role = Literal["text-generation-with-past", "text-generation", "feature-extraction"] | PartName
+"""What a file does: a task, or one of the parts of ``image-text-to-text``."""
 
 # B, S and P of the cases that a file is verified with.
 # The last is longer than the chunks in which linear attention is computed.
 _VERIFIED = ((1, 5, 0), (3, 1, 6), (2, 4, 3), (2, 33, 0), (2, 2, 40), (1, 130, 0))
-# A task's first output.
-_RESULTS = {
+# What a file of a role gives first.
+_RESULTS: dict[Role, str] = {
     "text-generation-with-past": "logits",
     "text-generation": "logits",
     "feature-extraction": "last_hidden_state",
+    "vision": FEATURES,
+    "embedding": EMBEDS,
+    "decoder": "logits",
 }
 # Held while a forward is replaced or restored.
 _REPLACING = Lock()
@@ -79,10 +90,20 @@ def export_language_model(
       (:class:`~dynamo_moe.files.cache_entries.CacheEntry`). :func:`generate` runs such a file.
     - ``text-generation``: from ``input_ids`` and ``attention_mask`` ``[B, S]`` to ``logits``.
     - ``feature-extraction``: from the same to ``last_hidden_state`` ``[B, S, D]``.
+    - ``image-text-to-text``: a folder of three files for a model that sees pictures; what each
+      gives is an input of the same name of those after it. ``vision.onnx``: from ``pixel_values``,
+      and ``image_grid_thw`` ``[pictures, 3]`` where these are rows of patches, to
+      ``image_features``, a row for each token that stands for a part of a picture, and to
+      ``deepstack_features.0``, …, if the model adds some to its hidden states. ``embedding.onnx``:
+      from ``input_ids`` and these to ``inputs_embeds`` ``[B, S, D]`` and ``deepstack_embeds.0``, ….
+      ``decoder.onnx``: as ``text-generation-with-past``, but from ``inputs_embeds``, and with
+      ``position_ids`` ``[3, B, S]`` where a token's place is one in time, height and width. Their
+      metadata is a :class:`~dynamo_moe.files.model_parts.ModelPart`. :func:`generate` runs such a
+      folder.
 
     Args:
         model: A model in memory, or one opened by :func:`open_checkpoint`.
-        path: The file to write, or with ``folder`` the folder.
+        path: The file to write; the folder with ``folder`` or the task ``image-text-to-text``.
         task: One of the above.
         bounded_windows: Layers with a sliding window keep the tokens in it alone, so that their
             caches stop growing; their length is then another one than that of other layers, which
@@ -102,8 +123,9 @@ def export_language_model(
     Raises:
         ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
             cache holds what a file cannot keep, such as blocks of tokens, or states that do not
-            begin with zeros, which only weights with values show; if ``folder`` is unknown, or its
-            runtime cannot run the file.
+            begin with zeros, which only weights with values show; if the task is
+            ``image-text-to-text`` and the model sees no pictures, or is more than the three parts;
+            if ``folder`` is unknown, or its runtime cannot run the file.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
@@ -111,10 +133,13 @@ def export_language_model(
     if folder is not None and options.get("ranks") is not None:
         raise ValueError(f"a folder for {folder!r} has one file for all: it takes no ranks")
     check_folder(path, folder, links=options.get("link_weights", False))
-    with performing(model, task, bounded_windows=bounded_windows):
+    if task == "image-text-to-text":
+        return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
+    role: Role = task
+    with performing(model, role, bounded_windows=bounded_windows):
         _check_beginning(model)
         if folder is None:
-            return _export(model, path, task, options)
+            return _export(model, path, role, options)
         cache = _cache_of(model)
         if folder == "genai":
             genai_cache(model, cache)  # Before anything is traced.
@@ -123,7 +148,7 @@ def export_language_model(
             options.setdefault("shared_cache", target is not None and target.takes_attention)
         written = RuntimeFolder(path, folder)
         try:
-            report = _export(model, written.model_path, task, options)
+            report = _export(model, written.model_path, role, options)
         finally:
             written.remove_if_empty()
         files, notes = written.complete(
@@ -137,15 +162,54 @@ def export_language_model(
         return replace(report, files=tuple(files), file_bytes=size, notes=(*report.notes, *notes))
 
 
+def _export_parts(
+    model: PreTrainedModel,
+    folder: Path,
+    kind: FolderFormat | None,
+    options: dict[str, Any],
+    *,
+    bounded_windows: bool,
+) -> ExportReport:
+    """Writes the three files of a model that sees pictures, once all are there."""
+    if kind is not None:
+        raise ValueError(f"no folder for {kind} can hold a model that sees pictures")
+    check_place(folder, links=options.get("link_weights", False))
+    reports: dict[PartName, ExportReport] = {}
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as written:
+        for part, name in FILES.items():
+            own = {} if part == "decoder" else {"shared_cache": False}
+            with performing(model, part, bounded_windows=bounded_windows):
+                parts = _parts_of(model)
+                if parts is not None and part == "vision" and _has_values(model):
+                    parts.check()
+                _check_beginning(model)
+                reports[part] = _export(model, Path(written) / name, part, options | own)
+        folder.mkdir(exist_ok=True)
+        moved = [
+            file.replace(folder / file.name) for report in reports.values() for file in report.files
+        ]
+    return replace(
+        reports["decoder"],
+        path=folder / FILES["decoder"],
+        files=tuple(moved),
+        file_bytes=sum(report.file_bytes for report in reports.values()),
+        seconds=sum(report.seconds for report in reports.values()),
+    )
+
+
 def _export(
-    model: PreTrainedModel, path: str | os.PathLike[str], task: Task, options: dict[str, Any]
+    model: PreTrainedModel, path: str | os.PathLike[str], role: Role, options: dict[str, Any]
 ) -> ExportReport:
     """Exports a model within :func:`performing`."""
     case = example_case(model, new=_example_length(model))
-    inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
+    inputs, outputs = [*case], [_RESULTS[role]]
     metadata: dict[str, str] = {}
     dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
-    cache = _cache_of(model)
+    cache, parts = _cache_of(model), _parts_of(model)
+    if parts is not None:
+        metadata[model_parts.KEY] = model_parts.dumps(parts.described(parts.role))
+        dynamic |= parts.dimensions(case)
+        inputs, outputs = parts.names(case, outputs[0])
     if cache is not None:
         entries = [kept.entry() for kept in cache.tensors]
         dynamic["attention_mask"] = {1: "total_sequence"}
@@ -156,7 +220,7 @@ def _export(
             )
             for layer in cache.layers
         ]
-        inputs += [entry.input for entry in entries]
+        inputs = [*inputs[:-1], *(entry.input for entry in entries)]
         outputs += [entry.output for entry in entries]
         if not cache.is_plain:
             metadata[cache_entries.KEY] = cache_entries.dumps(entries)
@@ -175,30 +239,33 @@ def _export(
 
 @contextlib.contextmanager
 def performing(
-    model: PreTrainedModel, task: Task, *, bounded_windows: bool = False
+    model: PreTrainedModel, role: Role, *, bounded_windows: bool = False
 ) -> Iterator[None]:
-    """Inside the context, the model's forward takes and returns what its file for a task does.
+    """Inside the context, the model's forward takes and returns what its file for a role does.
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
     past_key_values)``, with a tuple of tensors, such as (keys, values), for each layer that keeps
-    some; it returns (logits, list of such tuples). For the others ``forward(input_ids,
-    attention_mask)`` returns one tensor. Contexts of one task may overlap, also in several threads;
+    some; it returns (logits, list of such tuples). For the other tasks of one file
+    ``forward(input_ids, attention_mask)`` returns one tensor; the parts of ``image-text-to-text``
+    take and return what their files do. Contexts of one role may overlap, also in several threads;
     the last to end restores the forward.
     :func:`verify` does this itself.
 
     Raises:
         ValueError: As :func:`export_language_model`.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
+    if role not in _RESULTS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {role!r}")
     with _REPLACING:
         performed: Any = model.forward
-        form = task, bounded_windows
+        form = role, bounded_windows
         if getattr(performed, "form", None) != form:
-            if task == "text-generation-with-past":
+            if role in FILES:
+                performed = _part(model, role, bounded_windows=bounded_windows)
+            elif role == "text-generation-with-past":
                 performed = _with_past(model, bounded_windows=bounded_windows)
             else:
-                performed = _without_past(model, _RESULTS[task])
+                performed = _without_past(model, _RESULTS[role])
             performed.form, performed.contexts = form, 0
             performed.original = vars(model).get("forward")  # accelerate's hooks set one.
             model.forward = performed
@@ -214,11 +281,16 @@ def performing(
                     model.forward = performed.original
 
 
-def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Task | None:
-    """Returns the task of a file with these inputs and outputs; None if the model has none."""
+def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Role | None:
+    """Returns the role of a file with these inputs and outputs; None if the model has none."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
+    firsts: dict[PartName, str] = {"vision": "pixel_values", "embedding": "input_ids"}
+    for part, first in (firsts | {"decoder": EMBEDS}).items():
+        others = FEATURES in inputs if part == "embedding" else True
+        if inputs[:1] == [first] and outputs[:1] == [_RESULTS[part]] and others:
+            return part
     if list(inputs[:2]) != ["input_ids", "attention_mask"] or not outputs:
         return None
     past = [name.removeprefix("past_key_values.") for name in inputs[2:]]
@@ -226,8 +298,8 @@ def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
         return "text-generation-with-past" if outputs[0] == "logits" else None
     if len(inputs) != 2 or len(outputs) != 1:
         return None
-    tasks: tuple[Task, ...] = ("text-generation", "feature-extraction")
-    return next((task for task in tasks if outputs[0] == _RESULTS[task]), None)
+    roles: tuple[Role, ...] = ("text-generation", "feature-extraction")
+    return next((role for role in roles if outputs[0] == _RESULTS[role]), None)
 
 
 def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> list[DrawnCase]:
@@ -241,6 +313,9 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
         model: The model.
         one_goes_on: Whether a file takes several tokens after others of one sequence alone.
     """
+    parts = _parts_of(model)
+    if parts is not None and _cache_of(model) is None:
+        return [DrawnCase(case) for case in parts.cases()]
     _check_beginning(model)
     alone = [one_goes_on and new > 1 and past > 0 for _, new, past in _VERIFIED]
     cases = [
@@ -260,7 +335,7 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
         DrawnCase(
             case,
             optional=number > 2,
-            kept=case["attention_mask"][:, -case["input_ids"].shape[1] :] == 1,
+            kept=case["attention_mask"][:, -next(iter(case.values())).shape[1] :] == 1,
         )
         for number, case in enumerate(cases)
     ]
@@ -268,13 +343,14 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
 
 def _past_of(model: PreTrainedModel, cache: ModelCache, case: dict[str, Any]) -> Past:
     """Returns what a model keeps of random tokens before a case's own."""
-    mask = case["attention_mask"][:, : -case["input_ids"].shape[1]]
+    mask = case["attention_mask"][:, : -next(iter(case.values())).shape[1]]
     past = cache.empty(len(mask))
     if not mask.shape[1]:
         return past
-    prompt = example_case(model, len(mask), mask.shape[1], 0)["input_ids"]
+    prompt = example_case(model, len(mask), mask.shape[1], 0)
     with evaluating(model), torch.no_grad():
-        kept: Past = model.forward(prompt, mask, past)[1]
+        given = {"attention_mask": mask, "past_key_values": past}
+        kept: Past = model.forward(**prompt | given)[1]
     return kept
 
 
@@ -291,12 +367,17 @@ def example_case(
     """
     generator = torch.Generator().manual_seed(0)
     cache = _cache_of(model)
+    parts = _parts_of(model)
+    if parts is not None and cache is None:
+        return parts.case()
     cached = 0 if cache is None else cached
     vocabulary = model.config.get_text_config().vocab_size
     case: dict[str, Any] = {
         "input_ids": torch.randint(vocabulary, (batch, new), generator=generator),
         "attention_mask": torch.ones(batch, cached + new, dtype=torch.int64),
     }
+    if parts is not None:
+        case = parts.decoder_case(case)
     if cache is not None:
         case["past_key_values"] = cache.random(batch, cached, generator)
     return case
@@ -305,6 +386,11 @@ def example_case(
 def _cache_of(model: PreTrainedModel) -> ModelCache | None:
     """Returns the cache of a model within :func:`performing`; None if its task has none."""
     return getattr(model.forward, "cache", None)
+
+
+def _parts_of(model: PreTrainedModel) -> Parts | None:
+    """Returns the parts of a model whose forward is one of them."""
+    return getattr(model.forward, "parts", None)
 
 
 def _example_length(model: PreTrainedModel) -> int:
@@ -320,52 +406,79 @@ def _check_beginning(model: PreTrainedModel) -> None:
         ValueError: If the model computes something else without a cache.
     """
     cache = _cache_of(model)
-    parameters = [*model.parameters()]
-    if cache is None or all(kept.grows for kept in cache.tensors):
-        return
-    if any(isinstance(x, LazyTensor) or x.device.type != "cpu" for x in parameters):
+    if cache is None or all(kept.grows for kept in cache.tensors) or not _has_values(model):
         return
     case = example_case(model, 1, 5, 0)
     forward: Any = model.forward
     with state_kept(model), evaluating(model), torch.no_grad():
         begun = forward(**case | {"past_key_values": cache.empty(1)})[0].float()
-        alone = forward.alone(case["input_ids"], case["attention_mask"]).float()
+        alone = forward.alone(
+            **{key: case[key] for key in case if key != "past_key_values"}
+        ).float()
     error = (begun - alone).square().mean().sqrt() / alone.square().mean().sqrt()
-    if error > tolerance_for({x.dtype for x in parameters}).rms:
+    if error > tolerance_for({x.dtype for x in model.parameters()}).rms:
         raise ValueError(
             f"{type(model).__name__} begins with states that are not zeros (with zeros, its logits "
             f"differ by {error:.1e}): use task text-generation"
         )
 
 
-def _with_past(model: PreTrainedModel, *, bounded_windows: bool) -> Callable[..., Any]:
+def _has_values(model: PreTrainedModel) -> bool:
+    """Whether a model can run where it is."""
+    return not any(isinstance(x, LazyTensor) or x.device.type != "cpu" for x in model.parameters())
+
+
+def _with_past(
+    model: PreTrainedModel, *, bounded_windows: bool, parts: Parts | None = None
+) -> Callable[..., Any]:
     cache = ModelCache(model, bounded_windows=bounded_windows)
     original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
-    def computed(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
+    def computed(tokens: dict[str, Tensor], attention_mask: Tensor, **options: Any) -> Tensor:
         if takes_positions:
             # As generate() does: padding on the left does not count.
             positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
-            options["position_ids"] = positions[:, -input_ids.shape[1] :]
-        logits: Tensor = original(
-            input_ids=input_ids, attention_mask=attention_mask, **options
-        ).logits
+            (new,) = tokens.values()
+            options.setdefault("position_ids", positions[:, -new.shape[1] :])
+        logits: Tensor = original(**tokens, attention_mask=attention_mask, **options).logits
         return logits
+
+    def gone_on(
+        tokens: dict[str, Tensor], attention_mask: Tensor, past_key_values: Past, **options: Any
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        (new,) = tokens.values()
+        filled = cache.filled(past_key_values, attention_mask.shape[1] - new.shape[1])
+        options |= {"past_key_values": filled, "use_cache": True}
+        with exportable_models():  # Some recurrences of transformers cannot go on from a state.
+            logits = computed(tokens, attention_mask, **options)
+        return logits, cache.held(filled)
 
     def forward(
         input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        length = attention_mask.shape[1] - input_ids.shape[1]
-        filled = cache.filled(past_key_values, length)
-        with exportable_models():  # Some recurrences of transformers cannot go on from a state.
-            logits = computed(input_ids, attention_mask, past_key_values=filled, use_cache=True)
-        return logits, cache.held(filled)
+        return gone_on({"input_ids": input_ids}, attention_mask, past_key_values)
 
-    performed: Any = forward
+    def alone(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return computed({"input_ids": input_ids}, attention_mask, use_cache=False)
+
+    performed: Any = forward if parts is None else parts.decoding(gone_on)
+    performed.alone = alone if parts is None else parts.decoding(computed, use_cache=False)
     performed.cache = cache
-    performed.alone = functools.partial(computed, use_cache=False)
-    return forward
+    replacement: Callable[..., Any] = performed
+    return replacement
+
+
+def _part(model: PreTrainedModel, part: PartName, *, bounded_windows: bool) -> Callable[..., Any]:
+    parts = Parts(model, part)
+    if part == "decoder":
+        performed: Any = _with_past(model, bounded_windows=bounded_windows, parts=parts)
+    else:
+        performed = parts.performed()
+        performed.unused = parts.decoder  # An export does not warn of its experts.
+    performed.parts = parts
+    replacement: Callable[..., Any] = performed
+    return replacement
 
 
 def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from custom_ops.dtypes import FLOATS
 from dynamo_moe import language_models, pytree
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
-from dynamo_moe.files import cache_entries, rank_files
+from dynamo_moe.files import cache_entries, model_parts, rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.metadata import layers_of
@@ -70,7 +70,8 @@ def verify(
 
     Args:
         path: The ONNX file. Of files for several ranks any one: all of them run here, and their
-            parts are summed.
+            parts are summed. Or the folder of a model that sees pictures, whose files are compared
+            with that part of the model each.
         model: The model that it was exported from, on the CPU; run as in ``eval()``.
         inputs: Cases to run, each a tuple of positional arguments or a mapping of keyword
             arguments. None: random ones of several batch sizes and lengths, up to 40 and beyond any
@@ -106,6 +107,11 @@ def verify(
     path = Path(path)
     if timeout is not None and not isolated:
         raise ValueError("timeout needs isolated=True: only a separate process can be ended")
+    if path.is_dir():
+        if inputs is not None:
+            raise ValueError(f"inputs are those of one file; {path} is a folder")
+        options = {"reference": reference, "tolerance": tolerance}
+        return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
     runtime_name = describe()
     stored = load_graph(path)
     proto = inlined(stored)
@@ -129,6 +135,17 @@ def verify(
     if not report.passed:
         raise VerificationError(report)
     return report
+
+
+def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> VerificationReport:
+    """Compares each file of a folder; returns the cases of all."""
+    files = [folder / name for name in model_parts.FILES.values()]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"folder {folder} has no {', '.join(missing)}")
+    reports = [verify(file, model, **options) for file in files]
+    cases = tuple(case for report in reports for case in report.cases)
+    return replace(reports[-1], path=folder, cases=cases)
 
 
 # --- The errors that the file's weights and layers allow ---
@@ -187,17 +204,17 @@ def _trials(
     """Makes the models' forwards do what the file does while the stack lasts; returns trials."""
     graph = proto.graph
     names = ([value.name for value in values] for values in (graph.input, graph.output))
-    task = language_models.task_of(models[0], *names)
-    if task is not None:
+    role = language_models.role_of(models[0], *names)
+    if role is not None:
         metadata = {entry.key: entry.value for entry in proto.metadata_props}
         caches = cache_entries.loads(metadata.get(cache_entries.KEY, "[]"))
         bounded = any(cache.window is not None for cache in caches)
         for model in models:
-            performing = language_models.performing(model, task, bounded_windows=bounded)
+            performing = language_models.performing(model, role, bounded_windows=bounded)
             stack.enter_context(performing)
     if inputs is not None:
         return [_Trial(case) for case in _checked(inputs)]
-    if task is None:
+    if role is None:
         # A runtime's own operator has an order of its own for equal scores.
         rows_of_zeros = not _foreign_targets(proto)
         cases = random_inputs(ir.from_proto(proto), rows_of_zeros=rows_of_zeros)

@@ -30,6 +30,7 @@ from dynamo_moe.models import DroplessMoEMlp
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([*DOCS.glob("tutorials/*.md"), *DOCS.glob("how-to/*.md")])
 SLOW = {
+    "models_that_see_pictures",
     "swin_moe_to_onnx",
     "swin_transformer_moe",
     "transformers_models",

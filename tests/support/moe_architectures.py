@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 _VOCABULARY = 64
 
 # Set in every config that has the field.
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -61,7 +61,7 @@ _GROUPED = {"num_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group":
 # Latent attention has as many key heads as query heads.
 _LATENT = {"num_key_value_heads": 4}
 # Rotary positions of three kinds: time, height and width.
-_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _DENSE_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 
 # Values that a state space model needs for its initialisation.
@@ -102,7 +102,7 @@ class Architecture:
         """Return the config of the tiny model."""
         config_class = self._module("configuration")[self.config]
         known = {item.name for item in fields(config_class)}
-        common = {name: value for name, value in _COMMON.items() if name in known}
+        common = {name: value for name, value in COMMON.items() if name in known}
         return config_class(**common | deepcopy(dict(self.options)) | overrides)
 
     def _module(self, kind: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _with_decoder(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _embedded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     table = torch.randn(
-        _VOCABULARY, _COMMON["hidden_size"], generator=torch.Generator().manual_seed(0)
+        _VOCABULARY, COMMON["hidden_size"], generator=torch.Generator().manual_seed(0)
     )
     return {
         "inputs_embeds": table[inputs["input_ids"]],
@@ -249,7 +249,7 @@ _TABLE = [
             "moe_num_experts": 6,
             "moe_k": 2,
             "moe_intermediate_size": [24, 16],
-            "rope_parameters": _THREE_AXES | {"mrope_section": [1, 1, 2]},
+            "rope_parameters": THREE_AXES | {"mrope_section": [1, 1, 2]},
         },
     ),
     Architecture("exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeConfig", _GROUPED),
@@ -278,7 +278,7 @@ _TABLE = [
         "glm4v_moe",
         "Glm4vMoeTextModel",
         "Glm4vMoeTextConfig",
-        _GROUPED | {"rope_parameters": _THREE_AXES | {"partial_rotary_factor": 1.0}},
+        _GROUPED | {"rope_parameters": THREE_AXES | {"partial_rotary_factor": 1.0}},
     ),
     Architecture(
         "glm5_next",
@@ -457,13 +457,13 @@ _TABLE = [
         "qwen3_omni_moe",
         "Qwen3OmniMoeThinkerTextModel",
         "Qwen3OmniMoeTextConfig",
-        {"rope_parameters": _THREE_AXES},
+        {"rope_parameters": THREE_AXES},
     ),
     Architecture(
         "qwen3_vl_moe",
         "Qwen3VLMoeTextModel",
         "Qwen3VLMoeTextConfig",
-        {"rope_parameters": _THREE_AXES},
+        {"rope_parameters": THREE_AXES},
     ),
     # Its sparse attention is a data-dependent loop over tokens and cannot be exported.
     Architecture(
@@ -520,7 +520,7 @@ ARCHITECTURES: dict[str, Architecture] = {item.name: item for item in _TABLE} | 
         "qwen3_omni_moe",
         "Qwen3OmniMoeTalkerModel",
         "Qwen3OmniMoeTalkerTextConfig",
-        {"rope_parameters": _THREE_AXES, "shared_expert_intermediate_size": 40},
+        {"rope_parameters": THREE_AXES, "shared_expert_intermediate_size": 40},
         inputs=_embedded,
     ),
 }

@@ -161,3 +161,13 @@ def test_a_function_without_values_in_its_closure() -> None:
     with state_kept(model):
         model[0].function.__closure__[0].cell_contents = 1
     assert model[0].function.__closure__[0].cell_contents == 1
+
+
+def test_hooks_that_a_run_registers_are_gone() -> None:
+    """Transformers registers some when a model is first asked for hidden states."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with state_kept(model):
+        model[0].register_forward_hook(lambda *_: None)
+        model.register_forward_pre_hook(lambda *_: None)
+    assert not model[0]._forward_hooks
+    assert not model._forward_pre_hooks

@@ -1,0 +1,197 @@
+"""Models that see pictures: their three files and transformers write the same text."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import dynamo_moe
+from dynamo_moe.files.model_parts import FILES, ModelPart, grid_positions
+from moe_architectures import ARCHITECTURES
+from picture_models import PICTURE, PICTURE_MODELS
+
+TASK = "image-text-to-text"
+# Of text whose places are counted on three axes, and added features; of one axis and pictures of
+# one size.
+FEW = ("qwen3_vl_moe", "llama4")
+START, END = 62, 63
+
+
+def session(folder: Path, part: Any) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(folder / FILES[part])
+
+
+def pictures_of(folder: Path, count: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Returns random pictures, of different sizes if the vision takes such, and their tokens."""
+    vision = session(folder, "vision")
+    shapes = {value.name: value.shape for value in vision.get_inputs()}
+    generator = torch.Generator().manual_seed(5)
+    width = shapes["pixel_values"][1:]
+    if "image_grid_thw" not in shapes:
+        pixels = {"pixel_values": torch.randn(count, *width, generator=generator)}
+        (features,) = vision.run(["image_features"], {k: v.numpy() for k, v in pixels.items()})
+        return pixels, [len(features) // count] * count
+    grids = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 8, 2]])[:count]
+    pixels = torch.randn(int(grids.prod(-1).sum()), *width, generator=generator)
+    return {"pixel_values": pixels, "image_grid_thw": grids}, (grids.prod(-1) // 4).tolist()
+
+
+def tokens_of(parts: int) -> list[int]:
+    """Returns the tokens of a picture: one that begins it, one for each part, one that ends it.
+
+    After a last part, transformers' generate would go on from its row and column.
+    """
+    return [START, *[PICTURE] * parts, END]
+
+
+def prompts(*rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows with padding on the left; a list in a row is a picture of so many tokens."""
+    flat = [
+        [
+            token
+            for item in row
+            for token in (tokens_of(*item) if isinstance(item, list) else [item])
+        ]
+        for row in rows
+    ]
+    length = max(map(len, flat))
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in flat])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in flat])
+    return ids, mask
+
+
+def written(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, pictures: dict[str, torch.Tensor]
+) -> np.ndarray:
+    """Returns the prompts and 16 tokens after each, as transformers writes them."""
+    names = inspect.signature(model.forward).parameters
+    types = (ids == PICTURE).int()
+    given = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    text: torch.Tensor = model.generate(ids, attention_mask=mask, **given, **pictures, **options)
+    return text.numpy()
+
+
+def exporting() -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in FEW else pytest.mark.every)
+        for name, model in PICTURE_MODELS.items()
+        if not model.refused
+    ]
+
+
+@pytest.mark.parametrize("name", exporting())
+def test_16_greedy_tokens(name: str, tmp_path: Path) -> None:
+    """The same as transformers', of pictures in both rows, in one, and in none."""
+    original, model = PICTURE_MODELS[name].build(), PICTURE_MODELS[name].build()
+    dynamo_moe.convert(model)
+    folder = tmp_path / "model"
+    report = dynamo_moe.export_language_model(model, folder, task=TASK)
+    assert sorted(file.name for file in folder.iterdir()) == sorted(FILES.values())
+    assert bool(report.layers) is not PICTURE_MODELS[name].is_dense
+    (three, sizes), (two, _) = pictures_of(folder, 3), pictures_of(folder, 2)
+    first, second, third = ([size] for size in sizes)
+    cases = [
+        (prompts([5, first, 9, second, 11], [7, 8, third, 4]), three),
+        (prompts([5, 3, 4], [9, first, 6, second]), two),
+        (prompts([5, first, 6, second]), two),
+        (prompts([5, 9, 3, 2]), {}),
+    ]
+    texts = []
+    for batch, pictures in cases:
+        expected = written(original, *batch, pictures)
+        text = dynamo_moe.generate(folder, *batch, max_new_tokens=16, **pictures)
+        np.testing.assert_array_equal(text, expected)
+        texts.append(text)
+    for file in report.files:
+        assert dynamo_moe.verify(file, model).passed
+    # The text depends on the pictures.
+    (batch, pictures) = cases[2]
+    others = pictures | {"pixel_values": 1 - pictures["pixel_values"]}
+    other = dynamo_moe.generate(folder, *batch, max_new_tokens=16, **others)
+    assert (other != texts[2]).any()
+
+
+REFUSED = [name for name, model in PICTURE_MODELS.items() if model.refused]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.every) for name in REFUSED],
+)
+def test_what_is_more_than_the_parts_is_refused(name: str, tmp_path: Path) -> None:
+    described = PICTURE_MODELS[name]
+    model = described.build()
+    dynamo_moe.convert(model)
+    with pytest.raises((ValueError, dynamo_moe.ExportError), match=described.refused):
+        dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_pictures_is_refused(tmp_path: Path) -> None:
+    model = ARCHITECTURES["mixtral"].build()
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match="MixtralForCausalLM sees no pictures: choose another"):
+        dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    with pytest.raises(ValueError, match="no folder for genai can hold a model that sees pictures"):
+        dynamo_moe.export_language_model(model, tmp_path / "m", task=TASK, folder="genai")
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = PICTURE_MODELS["llava"].build()
+    folder = tmp_path_factory.mktemp("llava") / "model"
+    dynamo_moe.export_language_model(model, folder, task=TASK)
+    return model, folder
+
+
+def test_verify_takes_the_folder(llava: tuple[Any, Path]) -> None:
+    model, folder = llava
+    report = dynamo_moe.verify(folder, model)
+    assert report.path == folder
+    firsts = [next(iter(case.shapes)) for case in report.cases]
+    assert list(dict.fromkeys(firsts)) == ["pixel_values", "input_ids", "inputs_embeds"]
+    with pytest.raises(ValueError, match="inputs are those of one file"):
+        dynamo_moe.verify(folder, model, [{}])
+
+
+def test_pictures_and_prompts_must_fit(llava: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = llava
+    pictures, (count,) = pictures_of(folder, 1)
+    ids, _ = prompts([5, [count], 9])
+    with pytest.raises(ValueError, match=rf"has {count} tokens 60, but the pictures have 0 parts"):
+        dynamo_moe.generate(folder, ids, max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"has 0 tokens 60, but the pictures have \d+ parts"):
+        dynamo_moe.generate(folder, [[5, 9]], max_new_tokens=1, **pictures)
+    with pytest.raises(ValueError, match="must be pixel_values; got pixels"):
+        dynamo_moe.generate(folder, ids, max_new_tokens=1, pixels=pictures["pixel_values"])
+    with pytest.raises(ValueError, match=r"a file alone sees no pictures \(pixel_values\)"):
+        dynamo_moe.generate(session(folder, "decoder"), ids, max_new_tokens=1, **pictures)
+    with pytest.raises(ValueError, match=r"has no vision\.onnx, embedding\.onnx, decoder\.onnx"):
+        dynamo_moe.generate(tmp_path, ids, max_new_tokens=1)
+
+
+def test_places_of_tokens() -> None:
+    part = ModelPart("decoder", PICTURE, "grid", 2)
+    ids, mask = prompts([5, [6], 9], [7])
+    grids = np.array([[1, 4, 6]])
+    positions, following = grid_positions(ids.numpy(), mask.numpy(), grids, part)
+    assert positions[:, 0].tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert not positions[:, 1].any()
+    assert following.tolist() == [7, 1]
+    with pytest.raises(ValueError, match="row 0 has another number of tokens 60 than its pictures"):
+        grid_positions(ids.numpy(), mask.numpy(), np.array([[1, 4, 8]]), part)
+    with pytest.raises(ValueError, match="image_grid_thw has 1 pictures more than input_ids"):
+        grid_positions(ids.numpy(), mask.numpy(), np.concatenate([grids, grids]), part)
