@@ -23,6 +23,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries
+from dynamo_moe.files.cache_entries import SEQUENCE, TOTAL
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.language_models.caches import ModelCache, Past
 from dynamo_moe.language_models.folders import (
@@ -142,11 +143,11 @@ def _export(
     case = example_case(model, new=_example_length(model))
     inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
     metadata: dict[str, str] = {}
-    dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
+    dynamic: dict[str, Any] = {name: {1: SEQUENCE} for name in inputs}
     cache = _cache_of(model)
     if cache is not None:
         entries = [kept.entry() for kept in cache.tensors]
-        dynamic["attention_mask"] = {1: "total_sequence"}
+        dynamic["attention_mask"] = {1: TOTAL}
         dynamic["past_key_values"] = [
             tuple(
                 {axis: size for axis, size in enumerate(kept.shape) if isinstance(size, str)}
@@ -343,8 +344,8 @@ def _with_past(model: PreTrainedModel, *, bounded_windows: bool) -> Callable[...
 
     def computed(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
         if takes_positions:
-            # As generate() does: padding on the left does not count.
-            positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+            # As generate() does: padding on the left does not count. These are the tokens before.
+            positions = attention_mask.cumsum(-1) - attention_mask
             options["position_ids"] = positions[:, -input_ids.shape[1] :]
         logits: Tensor = original(
             input_ids=input_ids, attention_mask=attention_mask, **options
