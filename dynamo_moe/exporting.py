@@ -132,7 +132,9 @@ def export(
         fuse: From opset 23 on, what a model writes out becomes one node each: RMS norms
             ``RMSNormalization``, rotary embeddings ``RotaryEmbedding``, and with target
             ``onnxruntime`` attention ``Attention``, which extends the cache of keys and values
-            itself. Attention with sinks becomes ``com.microsoft::GroupQueryAttention``.
+            itself. Attention with sinks becomes ``com.microsoft::GroupQueryAttention``. There, an
+            ``attention_mask`` whose length is named ``total_sequence`` has an entry for each of
+            ``past`` and ``sequence``, if inputs have dimensions of these names.
         shared_cache: With target ``onnxruntime``, a language model's attention becomes
             ``com.microsoft::GroupQueryAttention``, which writes new keys and values into the cache
             where a caller gives the same buffers as ``past_key_values`` and as ``present``. They

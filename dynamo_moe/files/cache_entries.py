@@ -11,6 +11,13 @@ KEY = "dynamo_moe.cache"
 """Metadata key: what is kept between tokens, as a list of :class:`CacheEntry` in JSON."""
 
 
+MASK = "attention_mask"
+"""The input that says which tokens are padding, of those in the cache and of the new ones."""
+
+SEQUENCE, PAST, TOTAL = "sequence", "past", "total_sequence"
+"""Names of sizes: new tokens, those in the cache, and both, each with an entry in the mask."""
+
+
 @dataclass(frozen=True)
 class CacheEntry:
     """A tensor that a call gets and leaves for the next one.

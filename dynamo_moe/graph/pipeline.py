@@ -309,8 +309,10 @@ class FuseOperators(Step):
     def change(self, model: ir.Model) -> None:
         """Fuses the operators of the main graph."""
         if model.opset_imports.get("", 0) >= FIRST_OPSET:
-            with values_hidden(model, self._findings.units):
-                fuse(model, self._wanted)
+            runs = self._findings.units
+            ends = {name for units in runs for names in units.ends for name in names}
+            with values_hidden(model, runs):
+                fuse(model, self._wanted, ends)
             self._findings.units = [before_sums(model, units) for units in self._findings.units]
             drop_unused_sums(model)
 

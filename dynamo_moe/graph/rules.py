@@ -259,6 +259,20 @@ class _OverRoot(RewriteRuleClassBase):
         return op.Div(x, root)
 
 
+class _SumBefore(RewriteRuleClassBase):
+    """``CumSum`` of integers less each of them: the sum of those before it."""
+
+    def pattern(self, op: Any, x: Any, axis: Any) -> Any:
+        return op.Sub(op.CumSum(x, axis, _outputs=["total"]), x)
+
+    def check(self, context: Any, x: ir.Value, total: ir.Value, **_: Any) -> bool:
+        plain = not any(_attribute(total, name, 0) for name in ("exclusive", "reverse"))
+        return plain and x.dtype in (ir.DataType.INT32, ir.DataType.INT64)
+
+    def rewrite(self, op: Any, x: ir.Value, axis: ir.Value, **_: Any) -> Any:
+        return op.CumSum(x, axis, exclusive=1)
+
+
 class _ShiftedSoftmax(RewriteRuleClassBase):
     """``Softmax`` of numbers less their greatest, which it subtracts itself."""
 
@@ -311,6 +325,7 @@ RULES = [
     _SameType.rule(),
     _OverRoot.rule(root_first=False),
     _OverRoot.rule(root_first=True),
+    _SumBefore.rule(),
     _ShiftedSoftmax.rule(),
 ]
 """The rules, in the order in which they are tried."""

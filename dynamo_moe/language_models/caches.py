@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.exporting import ExportError
-from dynamo_moe.files.cache_entries import CacheEntry
+from dynamo_moe.files.cache_entries import PAST, CacheEntry
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import failures
@@ -31,7 +31,6 @@ from dynamo_moe.weights import placeholders
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-PAST = "past"
 Place = tuple[Any, ...]
 """Attributes of a cache and its layers, and keys of their lists and dictionaries, to follow."""
 Past = Sequence[Sequence[Tensor]]

@@ -24,6 +24,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries, model_parts
+from dynamo_moe.files.cache_entries import SEQUENCE, TOTAL
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import FILES, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
@@ -204,7 +205,7 @@ def _export(
     case = example_case(model, new=_example_length(model))
     inputs, outputs = [*case], [_RESULTS[role]]
     metadata: dict[str, str] = {}
-    dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
+    dynamic: dict[str, Any] = {name: {1: SEQUENCE} for name in inputs}
     cache, parts = _cache_of(model), _parts_of(model)
     if parts is not None:
         metadata[model_parts.KEY] = model_parts.dumps(parts.described(parts.role))
@@ -212,7 +213,7 @@ def _export(
         inputs, outputs = parts.names(case, outputs[0])
     if cache is not None:
         entries = [kept.entry() for kept in cache.tensors]
-        dynamic["attention_mask"] = {1: "total_sequence"}
+        dynamic["attention_mask"] = {1: TOTAL}
         dynamic["past_key_values"] = [
             tuple(
                 {axis: size for axis, size in enumerate(kept.shape) if isinstance(size, str)}
@@ -437,8 +438,8 @@ def _with_past(
 
     def computed(tokens: dict[str, Tensor], attention_mask: Tensor, **options: Any) -> Tensor:
         if takes_positions:
-            # As generate() does: padding on the left does not count.
-            positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+            # As generate() does: padding on the left does not count. These are the tokens before.
+            positions = attention_mask.cumsum(-1) - attention_mask
             (new,) = tokens.values()
             options.setdefault("position_ids", positions[:, -new.shape[1] :])
         logits: Tensor = original(**tokens, attention_mask=attention_mask, **options).logits

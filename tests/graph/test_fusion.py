@@ -217,6 +217,65 @@ def test_a_sum_and_its_norm_are_one_node(
     assert "" not in {name for node in nodes for name in node.output[3:]}
 
 
+def biased(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    total = x + (y.sin() + bias)
+    return total * llama_norm(total, weight)
+
+
+def biased_first(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return llama_norm((bias + x.sin()) + y, weight)
+
+
+def bias_used_twice(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    term = y + bias
+    return llama_norm(x + term, weight) * term
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "inputs"),
+    [
+        (biased, 16, 4),
+        (biased_first, 16, 4),
+        (bias_used_twice, 16, 3),
+        (biased, (S, 16), 3),
+        (biased, 1, 3),
+    ],
+)
+def test_a_bias_is_added_by_the_norm(model: Any, sizes: Any, inputs: int, tmp_path: Path) -> None:
+    given = torch.randn(B, S, 16), torch.randn(B, S, 16)
+    weights = torch.rand(16) + 0.5, torch.randn(sizes)
+    assert fused(model, given, tmp_path, weights=weights) == {SKIP: 1}
+    nodes = onnx.load(tmp_path / "m.onnx").graph.node
+    assert [len(node.input) for node in nodes if node.op_type == SKIP] == [inputs]
+
+
+class Biased(nn.Module):
+    """A block that ends with a product's bias, and begins with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.first, self.second = (nn.Parameter(torch.rand(16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inner(llama_norm(x, self.first))
+        return x + self.outer(llama_norm(x, self.second))
+
+
+def test_a_block_keeps_its_own_bias(tmp_path: Path) -> None:
+    """The next block's norm, of which the file has copies, takes none of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Biased() for _ in range(6))).eval()
+    report = dynamo_moe.export(
+        model, torch.randn(B, S, 16), tmp_path / "m.onnx", target="onnxruntime"
+    )
+    assert report.blocks == ("6 of Biased: 3 traced",)
+    assert dynamo_moe.verify(report.path, model).passed
+    nodes = onnx.load(report.path).graph.node
+    taken = [len(node.input) for node in nodes if node.op_type == SKIP]
+    assert taken == [4, 3] * 5 + [4]
+
+
 def test_a_sum_that_is_used_before_its_norm_stays(tmp_path: Path) -> None:
     inputs = torch.randn(B, S, 16), torch.randn(B, S, 16)
     found = fused(sum_used_before, inputs, tmp_path, weights=(torch.rand(16),))

@@ -302,6 +302,19 @@ TESTED = {
     ),
     "OverRoot": over_root("Mul(x, r)", "Mul(r, x)"),
     "OverRootFirst": over_root("Mul(r, x)", "Mul(x, r)"),
+    "_SumBefore": Rule(
+        """g (int64[N, M] x, int64[N, M] other) => (int64[N, M] y) <int64 axis = {1}>
+        { total = CumSum(x, axis)  y = Sub(total, x) }""",
+        ["CumSum"],
+        {"another axis": {"{1}": "{0}"}, "from the end": {"{1}": "{-1}"}},
+        {
+            "less another tensor": {"Sub(total, x)": "Sub(total, other)"},
+            "the other way": {"Sub(total, x)": "Sub(x, total)"},
+            "without each already": {"CumSum(": "CumSum<exclusive = 1>("},
+            "from the last on": {"CumSum(": "CumSum<reverse = 1>("},
+            "real numbers, which are rounded": {"int64[N, M]": "float[N, M]"},
+        },
+    ),
     "_ShiftedSoftmax": Rule(
         """g (float[N, 4, M] x, int64[1] computed) => (float[N, 4, M] y) <int64[1] axes = {2}>
         { most = ReduceMax(x, axes)  less = Sub(x, most)  y = Softmax(less) }""",

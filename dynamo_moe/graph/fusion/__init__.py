@@ -6,6 +6,7 @@ computes, by the form that PyTorch's trace has after it was simplified; whatever
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -13,6 +14,8 @@ import onnx_ir as ir
 from dynamo_moe.graph import passes
 from dynamo_moe.graph.fusion.activations import fuse_silu
 from dynamo_moe.graph.fusion.attention import fuse_attention
+from dynamo_moe.graph.fusion.lengths import use_whole_masks
+from dynamo_moe.graph.fusion.masks import fuse_masks
 from dynamo_moe.graph.fusion.moe_shapes import keep_moe_shapes
 from dynamo_moe.graph.fusion.norms import fuse_norms
 from dynamo_moe.graph.fusion.rotary import fuse_rotary_embeddings
@@ -42,12 +45,13 @@ class Fusion(NamedTuple):
     sums: bool = False
 
 
-def fuse(model: ir.Model, fusion: Fusion) -> None:
+def fuse(model: ir.Model, fusion: Fusion, ends: Collection[str] = ()) -> None:
     """Makes norms, rotary embeddings and attention of the main graph one node each, in place.
 
     Args:
         model: The model, simplified.
         fusion: How far to go.
+        ends: The names of values that end a block.
 
     Raises:
         ValueError: If the cache cannot be shared.
@@ -57,12 +61,14 @@ def fuse(model: ir.Model, fusion: Fusion) -> None:
         fuse_norms(writer)
         fuse_rotary_embeddings(writer)
     if fusion.operators and fusion.attention:
+        use_whole_masks(writer)
         fuse_attention(writer, grouped=fusion.shared_cache)
+        fuse_masks(writer)
         fuse_silu(writer)
         keep_moe_shapes(writer)
     passes.tidy(model)
     if fusion.operators and fusion.sums:
-        fuse_skip_norms(writer)
+        fuse_skip_norms(writer, ends)
         passes.tidy(model)
     if any(node.domain == ONNXRUNTIME_DOMAIN for node in model.graph):
         model.opset_imports.setdefault(ONNXRUNTIME_DOMAIN, 1)

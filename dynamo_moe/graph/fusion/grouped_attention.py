@@ -25,7 +25,7 @@ class Lengths:
         self._known: dict[tuple[Dimension, Dimension], tuple[ir.Value, ir.Value]] = {}
 
     def of(self, node: ir.Node, mask: ir.Value, queries: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Returns sequences' last positions [B] and their length, int32: L of a mask's last axis.
+        """Returns sequences' last positions [B] and their length [1], int32: L of a mask.
 
         Padding counts: the mask hides it. Calls come in the order of the nodes, so the first has
         its nodes before all others'.
@@ -49,8 +49,7 @@ class Lengths:
         batch = writer.node(node, "Shape", [queries], {"start": 0, "end": 1}).outputs[0]
         parts = [typed(last, one, [1]), typed(batch, ints, [1])]
         lasts = writer.node(node, "Expand", parts).outputs[0]
-        scalar_total = writer.node(node, "Squeeze", [total]).outputs[0]
-        return typed(lasts, one, dimensions(queries)[:1]), typed(scalar_total, one, [])
+        return typed(lasts, one, dimensions(queries)[:1]), total
 
 
 def can_be_grouped(attention: Attention, caches: Sequence[Cache]) -> bool:
