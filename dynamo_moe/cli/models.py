@@ -326,9 +326,11 @@ def export(
     """Export a PyTorch model with MoE layers to ONNX."""
     console = Console(file=sys.stderr, quiet=quiet)
     with failures(debug):
-        _check_together({"--static": static, "--dynamic": dynamic})
-        _check_together({"--ranks": ranks, "--format": folder_format})
-        _check_together({"--ranks": ranks, "--profile": profile})
+        _check_together(
+            {"--static": static, "--dynamic": dynamic},
+            {"--ranks": ranks, "--format": folder_format},
+            {"--ranks": ranks, "--profile": profile},
+        )
         rounding = _rounding(quantize, quantize_linear, group, quantize_ignore)
         out = _one_output(out, output)
         is_folder = folder_format is not None or task == "image-text-to-text"
@@ -449,9 +451,10 @@ def verify(
         _check(report)
 
 
-def _check_together(options: Mapping[str, Any]) -> None:
-    if all(options.values()):
-        raise UsageError(f"{' and '.join(options)} contradict each other")
+def _check_together(*pairs: Mapping[str, Any]) -> None:
+    for options in pairs:
+        if all(options.values()):
+            raise UsageError(f"{' and '.join(options)} contradict each other")
 
 
 def _check_source(

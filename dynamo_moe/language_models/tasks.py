@@ -131,8 +131,9 @@ def export_language_model(
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
-    if folder is not None and options.get("ranks") is not None:
-        raise ValueError(f"a folder for {folder!r} has one file for all: it takes no ranks")
+    if options.get("ranks") is not None and (folder is not None or task == "image-text-to-text"):
+        what = f"task {task!r}" if folder is None else f"a folder for {folder!r}"
+        raise ValueError(f"{what} has files for one device: it takes no ranks")
     check_folder(path, folder, links=options.get("link_weights", False))
     if task == "image-text-to-text":
         return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)

@@ -78,8 +78,12 @@ def test_language_models(tmp_path: Path, family: str) -> None:
     report = dynamo_moe.export_language_model(model, path, ranks=2)
     assert report.operators.keys() == {"DroplessMoEExperts"}
     assert dynamo_moe.verify(report.path, model).passed
-    with pytest.raises(ValueError, match="a folder for 'genai' has one file for all"):
-        dynamo_moe.export_language_model(model, tmp_path / "folder", folder="genai", ranks=2)
+    for options, named in (
+        ({"folder": "genai"}, "a folder for 'genai'"),
+        ({"task": "image-text-to-text"}, "task 'image-text-to-text'"),
+    ):
+        with pytest.raises(ValueError, match=f"{named} has files for one device"):
+            dynamo_moe.export_language_model(model, tmp_path / "folder", ranks=2, **options)
 
 
 def test_packed_experts(tmp_path: Path) -> None:
