@@ -34,9 +34,9 @@ def pictures_of(folder: Path, count: int) -> tuple[dict[str, torch.Tensor], list
     generator = torch.Generator().manual_seed(5)
     width = shapes["pixel_values"][1:]
     if "image_grid_thw" not in shapes:
-        pixels = {"pixel_values": torch.randn(count, *width, generator=generator)}
-        (features,) = vision.run(["image_features"], {k: v.numpy() for k, v in pixels.items()})
-        return pixels, [len(features) // count] * count
+        pictures = torch.randn(count, *width, generator=generator)
+        (features,) = vision.run(["image_features"], {"pixel_values": pictures.numpy()})
+        return {"pixel_values": pictures}, [len(np.asarray(features)) // count] * count
     grids = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 8, 2]])[:count]
     pixels = torch.randn(int(grids.prod(-1).sum()), *width, generator=generator)
     return {"pixel_values": pixels, "image_grid_thw": grids}, (grids.prod(-1) // 4).tolist()

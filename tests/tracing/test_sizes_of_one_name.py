@@ -19,7 +19,7 @@ from dynamo_moe.tracing.size_decisions import Decision, decisions_noted
 class Decisions(SizeTrials):
     """Tries nothing, and keeps what was decided by several sizes."""
 
-    def check(self, program: ExportedProgram, decisions: Sequence[Decision], *_: Any) -> None:
+    def check_trace(self, program: ExportedProgram, decisions: Sequence[Decision]) -> None:
         self.found = [each for each in decisions if len(each.condition.free_symbols) > 1]
 
 
@@ -37,7 +37,7 @@ def shapes_of(
     model = Apart().eval()
     example = dynamic_shapes.resolve(model, args, dict(kwargs or {}), requested)
     before = vars(model).copy()
-    decisions = Decisions(example)
+    decisions = Decisions(model, example)
     program = capture(model, example, decisions)
     assert vars(model) == before
     assert not decisions.found
