@@ -1,4 +1,4 @@
-"""The runner of PyTorch's exporter's own tests, on a test of ours, and on a checkout of PyTorch."""
+"""The runner of exporters' own tests: of tests of ours, and of checkouts of their projects."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ def test_refused():
 """
 
 
-def outcomes(tests: Path, report: Path) -> list[dict[str, Any]]:
+def outcomes(tests: Path, report: Path, *options: str) -> list[dict[str, Any]]:
     command = (sys.executable, "-m", "pytest", "-p", "upstream_exports", "-p", "no:cacheprovider")
     command += ("-c", os.devnull, "--rootdir", str(tests.parent), "--report", str(report))
-    environment = os.environ | {"PYTHONPATH": str(SUPPORT)}
-    subprocess.run([*command, str(tests)], env=environment, check=False, stdout=subprocess.DEVNULL)
+    environment = os.environ | {"PYTHONPATH": str(SUPPORT), "RUN_SLOW": "1"}
+    subprocess.run(
+        [*command, *options, str(tests)], env=environment, check=False, stdout=subprocess.DEVNULL
+    )
     found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))
     return found
 
@@ -63,6 +65,58 @@ def test_each_export_has_an_outcome(tmp_path: Path) -> None:
         "test_refused": (False, "refused"),
     }
     assert "differs from the model" in found["test_wrong"]["message"]
+
+
+TRANSFORMERS_TESTS = """
+import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import MixtralForCausalLM
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+def export(model, dynamic):
+    ids = torch.arange(8).reshape(2, 4)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return OnnxExporter().export(model.eval(), inputs, config=OnnxConfig(dynamic=dynamic))
+
+def test_bert():
+    export(BertModel(BertConfig(**SIZES)), dynamic=True)
+
+def test_llama():
+    export(LlamaForCausalLM(LlamaConfig(**SIZES)), dynamic=False)
+
+def test_mixtral():
+    export(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)), dynamic=False)
+"""
+
+
+@pytest.mark.slow
+def test_each_export_by_transformers_has_an_outcome(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters.exporter_onnx")
+    tests = tmp_path / "test_export.py"
+    tests.write_text(TRANSFORMERS_TESTS, encoding="utf-8")
+    found = outcomes(tests, tmp_path / "report.json")
+    assert [(each["test"], each["upstream"], each["ours"]) for each in found] == [
+        ("test_bert", True, "right"),
+        ("test_llama", True, "right"),
+        ("test_mixtral", True, "refused"),
+    ]
+    assert "1 MoE module is not converted" in found[2]["message"]
+
+
+@pytest.mark.every
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif("TRANSFORMERS_CHECKOUT" not in os.environ, reason="needs TRANSFORMERS_CHECKOUT")
+@pytest.mark.parametrize("name", ["bert", "llama", "mixtral", "qwen3_moe", "t5", "vit"])
+def test_no_file_of_transformers_own_models_is_wrong(tmp_path: Path, name: str) -> None:
+    """The tests of its exporter are slow ones of each model's own tests."""
+    folder = Path(os.environ["TRANSFORMERS_CHECKOUT"]) / "tests" / "models" / name
+    tests = folder / f"test_modeling_{name}.py"
+    found = outcomes(tests, tmp_path / "report.json", "-k", "test_onnx_export")
+    assert found
+    assert not [each for each in found if each["ours"] == "wrong"]
 
 
 @pytest.mark.skipif("PYTORCH_CHECKOUT" not in os.environ, reason="needs PYTORCH_CHECKOUT")

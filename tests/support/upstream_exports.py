@@ -8,10 +8,15 @@ It is a plugin of pytest, and needs a checkout with such tests, which is not par
 The tests run as they are. Where one calls ``torch.onnx.export(..., dynamo=True)``, the same model
 is exported by :func:`dynamo_moe.export` with the same arguments and dynamic shapes. What PyTorch
 compares its program on, our file is compared with the model on.
+
+So do tests of the exporter of transformers, in a checkout of it: where one calls ``OnnxExporter``,
+the model is exported with the same keyword arguments, without a cache unless it is given one, and
+compared on them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import tempfile
@@ -68,6 +73,8 @@ class Plugin:
         """Replaces PyTorch's export and comparison for the time of a test."""
         self._test = item.name
         with pytest.MonkeyPatch.context() as patch:
+            if (exporter := _transformers_exporter()) is not None:
+                patch.setattr(exporter, "export_program", self._exporting_by(exporter))
             patch.setattr(torch.onnx, "export", self._exporting(torch.onnx.export))
             checked = self._comparing(_testing.assert_onnx_program)
             patch.setattr(_testing, "assert_onnx_program", checked)
@@ -90,6 +97,28 @@ class Plugin:
             return program
 
         return export
+
+    def _exporting_by(self, exporter: Any) -> Callable[..., Any]:
+        original, torch_export = exporter.export_program, torch.onnx.export
+
+        def export_program(self_: Any, model: Any, sample_inputs: Any, config: Any) -> Any:
+            outcome = Exported(self._test, upstream=False, ours=SKIPPED)
+            self.outcomes.append(outcome)
+            path = self._folder / f"{len(self.outcomes)}.onnx"
+            inputs = copy.deepcopy(dict(sample_inputs))
+            takes = inspect.signature(model.forward).parameters
+            if "use_cache" in takes and not any("past" in name for name in inputs):
+                inputs["use_cache"] = False
+            options = {"kwargs": inputs, "dynamic_shapes": "batch" if config.dynamic else None}
+            self._export(torch_export, outcome, model, (), path, options)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.onnx, "export", torch_export)  # It takes the program.
+                program = original(self_, model, sample_inputs, config)
+            outcome.upstream = True
+            self._compare(outcome, path, model, (), inputs)
+            return program
+
+        return export_program
 
     def _export(
         self,
@@ -139,6 +168,15 @@ class Plugin:
             outcome.ours, outcome.message = NOT_RUN, _line(failure)
 
 
+def _transformers_exporter() -> Any:
+    """Returns transformers' ONNX exporter, if it has one."""
+    try:
+        from transformers.exporters.exporter_onnx import OnnxExporter
+    except ImportError:
+        return None
+    return OnnxExporter
+
+
 def _line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {failure}".replace("\n", " ")[:300]
 
@@ -167,9 +205,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             )
     exported = [outcome for outcome in plugin.outcomes if outcome.upstream]
     counts = Counter(outcome.ours for outcome in exported)
-    terminalreporter.line(f"of {len(exported)} that PyTorch exports: {dict(counts)}")
+    terminalreporter.line(f"of {len(exported)} that are exported upstream: {dict(counts)}")
     others = Counter(o.ours for o in plugin.outcomes if not o.upstream)
-    terminalreporter.line(f"of {others.total()} that PyTorch refuses: {dict(others)}")
+    terminalreporter.line(f"of {others.total()} that upstream refuses: {dict(others)}")
     if path := config.getoption("--report"):
         path.parent.mkdir(parents=True, exist_ok=True)
         outcomes = [asdict(outcome) for outcome in plugin.outcomes]
