@@ -85,6 +85,9 @@ class PictureModel:
                 # Pictures' features are about as large as tokens' embeddings.
                 scale = 1.0 if "embed_tokens" in name else 0.2
                 torch.nn.init.normal_(parameter, 0, scale, generator=generator)
+        head: Any = model.get_output_embeddings()
+        with torch.no_grad():
+            head.weight[PICTURE] = 0  # No model writes this one.
         model.generation_config.eos_token_id = None
         return model
 
@@ -147,8 +150,8 @@ PICTURE_MODELS = {
             "Kimi_K25ForConditionalGeneration",
             "Kimi_K25Config",
             {"pos_emb_height": 8, "pos_emb_width": 8},
-            {"num_key_value_heads": 4},
-            {"projection_hidden_size": 32},
+            {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
+            {"projection_hidden_size": 32, "tie_word_embeddings": False},
             text_class=DeepseekV3Config,
         ),
         PictureModel("llama4", "Llama4ForConditionalGeneration", "Llama4Config", _PROJECTED),
