@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -278,6 +279,8 @@ class _Form(NamedTuple):
     fuse: bool
     shared_cache: bool
     metadata_props: Mapping[str, str]
+    of_ranks: str = ""
+    """A number that the files of all ranks share."""
 
 
 class _Written(NamedTuple):
@@ -304,20 +307,20 @@ def _write_all(
     if ranks is None:
         yield _write(model, arguments, dynamic_shapes, form, path, external_data)
         return
+    form = form._replace(of_ranks=uuid.uuid4().hex)
     written: list[_Written] = []
     try:
         for rank in range(ranks):
             part = path.with_name(f".{rank_path(path, rank).name}")
             with sharded(model, rank, ranks):
                 written.append(_write(model, arguments, dynamic_shapes, form, part, external_data))
-    except BaseException:
+        for rank, each in enumerate(written):
+            files = model_files.rename_model(each.files, rank_path(path, rank))
+            yield each._replace(files=files)
+    finally:
         for each in written:
             for file in each.files:
-                file.unlink()
-        raise
-    for rank, each in enumerate(written):
-        files = model_files.rename_model(each.files, rank_path(path, rank))
-        yield each._replace(files=files)
+                file.unlink(missing_ok=True)
 
 
 def _write(
@@ -336,7 +339,7 @@ def _write(
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
-        rank_files.store(model_ir, model)
+        rank_files.store(model_ir, model, form.of_ranks)
         file_form.store_linear(model_ir, model)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -6,6 +6,7 @@ Legend: T tokens, D model width, E experts of the layer, of which the rank has C
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -53,8 +54,9 @@ class LocalExperts(nn.Module):
     ranks are summed. No token moves.
 
     Args:
-        part: The rank's experts, with a method ``experts`` as :class:`PlainExperts` has it; None:
-            the rank has none.
+        part: The rank's experts, with a method ``experts`` as :class:`PlainExperts` has it. A rank
+            of no experts has one that no token gets: so it takes part in the sum, and its gradients
+            in theirs, and no graph has a constant in its place, which would be that of all layers.
         share: The numbers of its experts in the layer.
         total: All of the layer's experts, E.
         rank: The rank, in ``0..ranks-1``.
@@ -63,7 +65,7 @@ class LocalExperts(nn.Module):
     """
 
     def __init__(
-        self, part: nn.Module | None, share: range, total: int, rank: int, ranks: int, group: str
+        self, part: nn.Module, share: range, total: int, rank: int, ranks: int, group: str
     ) -> None:
         super().__init__()
         self.part = part
@@ -75,14 +77,12 @@ class LocalExperts(nn.Module):
         residual = options.pop("residual", False)
         local = ids - self.share.start
         local = torch.where((local >= 0) & (local < len(self.share)), local, -1)
-        x_of_all, weights = copy_to_ranks(x, self.group), copy_to_ranks(weights, self.group)
         part: Any = self.part
-        y = (
-            torch.zeros_like(x_of_all)
-            if part is None
-            else part.experts(x_of_all, local, weights, **options)
+        y: Tensor = part.experts(
+            copy_to_ranks(x, self.group), local, copy_to_ranks(weights, self.group), **options
         )
-        y = custom_ops.sum_over_ranks(y, self.ranks, self.group)
+        if self.ranks > 1:
+            y = custom_ops.sum_over_ranks(y, self.ranks, self.group)
         return x + y if residual else y
 
     def dropless(
@@ -95,7 +95,7 @@ class LocalExperts(nn.Module):
     ) -> Tensor:
         """Computes :func:`custom_ops.dropless` with the experts of all ranks."""
         router = {name: options.pop(name) for name in _ROUTER_OPTIONS & options.keys()}
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x.device.type):
             ids, weights = route(
                 x, router_weight, router_bias, RouterOptions(**router), selection_bias
             )
@@ -105,6 +105,14 @@ class LocalExperts(nn.Module):
         """The share, for ``print(model)``."""
         share = f"experts {self.share.start} to {self.share.stop - 1}" if self.share else "none"
         return f"{share} of {self.total}, rank {self.rank} of {self.ranks}"
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Returns a context in which the router computes as the operator does, whatever the device."""
+    known = torch.amp.is_autocast_available(device)
+    enabled = known and torch.is_autocast_enabled(device)
+    # Else a trace would have a region for it.
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def of(layer: nn.Module) -> LocalExperts | None:

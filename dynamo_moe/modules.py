@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
-from dynamo_moe import packed_experts
+from dynamo_moe import local_experts, packed_experts
 
 
 class ConvertedModule(nn.Module, ABC):
@@ -96,7 +96,7 @@ class DroplessMoE(ConvertedModule):
     def extra_repr(self) -> str:
         """Sizes and options, for ``print(model)``."""
         options = f"top_k={self.top_k}, activation={self.activation!r}"
-        if packed_experts.of(self) is not None:
+        if packed_experts.of(self) is not None or local_experts.of(self) is not None:
             return options
         experts, width, hidden = self.w1.shape
         return (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import torch
 
+from dynamo_moe.files import rank_files
 from dynamo_moe.files.kernel_layers import inlined_model
 from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, moe_nodes, parse
@@ -54,6 +55,7 @@ def session(
     from trt_plugin import library_path
 
     model = load_graph(path)
+    rank_files.need_no_rank(path, model)
     options = onnxruntime.SessionOptions() if options is None else options
     options.register_custom_ops_library(str(library_path()))
     if not _rename(model):

@@ -27,6 +27,7 @@ from dynamo_moe.conversion.packing import (
 )
 from dynamo_moe.json_values import json_values
 from dynamo_moe.local_experts import LocalExperts, PlainExperts
+from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
@@ -126,8 +127,9 @@ def shard(
     if rank < 0:
         raise ValueError("this process is not in the group")
     place = _Place(rank, members.size(), members.group_name)
-    replaced = _replace(model, place, copies=True)
-    return ShardReport(place.rank, place.ranks, tuple(layer.report() for layer in replaced))
+    # Of the reports alone: the others hold what is released.
+    layers = tuple(layer.report() for layer in _replaced(model, place, copies=True))
+    return ShardReport(place.rank, place.ranks, layers)
 
 
 @contextmanager
@@ -146,8 +148,9 @@ def sharded(model: nn.Module, rank: int, ranks: int) -> Iterator[ShardReport]:
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
-    replaced = _replace(model, _Place(rank, ranks, ALONE), copies=False)
+    replaced: list[_Replaced] = []
     try:
+        replaced += _replaced(model, _Place(rank, ranks, ALONE), copies=False)
         yield ShardReport(rank, ranks, tuple(layer.report() for layer in replaced))
     finally:
         for layer in replaced:
@@ -191,7 +194,14 @@ class _Replaced(NamedTuple):
     def install(self) -> None:
         if self.packed is not None:
             delattr(self.layer, packed_experts.NAME)
-        self._set(dict.fromkeys(self.parameters))
+        own_code = isinstance(self.layer, ConvertedModule) and self.layer.runs_own_code
+        self._set(
+            {
+                # Such code may ask for their dtype.
+                name: nn.Parameter(parameter.new_empty(0), False) if own_code else None
+                for name, parameter in self.parameters.items()
+            }
+        )
         self.layer.add_module(local_experts.NAME, self.share)
 
     def undo(self) -> None:
@@ -218,42 +228,62 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 
 @torch.no_grad()
-def _replace(model: nn.Module, place: _Place, *, copies: bool) -> list[_Replaced]:
-    """Gives all layers their share; with ``copies`` it has memory of its own."""
+def _replaced(model: nn.Module, place: _Place, *, copies: bool) -> Iterator[_Replaced]:
+    """Gives each layer its share, and yields it; with ``copies`` it has memory of its own."""
     layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
     local_experts.need_whole(layers, "a model is sharded once")
     for path, reason in shared_weights(model, layers).items():
         raise ValueError(f"the experts of {path!r} cannot be sharded: {reason}")
-    replaced = [_share(path, layer, place, copies=copies) for path, layer in layers.items()]
-    for found in replaced:
-        found.install()
-    return replaced
+    for path, layer in layers.items():
+        own = type(layer).experts_weights if isinstance(layer, ConvertedModule) else None
+        if own is ConvertedModule.experts_weights:  # An adapter of somebody else's.
+            raise ValueError(
+                f"the experts of {path!r} cannot be sharded: {type(layer).__name__} has no "
+                "experts_weights"
+            )
+    for path, layer in layers.items():
+        replaced = _share(path, layer, place, copies=copies)
+        replaced.install()
+        yield replaced
 
 
 def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Replaced:
     packed = packed_experts.of(layer)
     parameters = experts_parameters(layer)
-    weights: Any
-    try:
-        weights = experts_weights(layer) if packed is None else packed.packed_weights()
-    except NotImplementedError as error:  # An adapter of somebody else's.
-        raise ValueError(f"the experts of {path!r} cannot be sharded: {error}") from error
-    total = (weights.w1 if packed is None else weights[0].values).shape[0]
+    if packed is None:
+        with torch.enable_grad():
+            weights: Any = experts_weights(layer)
+        total = weights.w1.shape[0]
+    else:
+        weights = packed.packed_weights()
+        total = weights[0].values.shape[0]
     share = share_of(total, place.rank, place.ranks)
+    stored = share or range(1)
+    memory = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in parameters.values()
+        if not isinstance(parameter, LazyTensor)
+    }
 
     def local(tensor: Any) -> Any:
         if tensor is None:
             return None
-        part = tensor.detach()[share.start : share.stop]
-        return part.clone() if copies and not isinstance(part, LazyTensor) else part
+        part = tensor.detach()[stored.start : stored.stop]
+        if isinstance(part, LazyTensor):
+            return part
+        # A stack that was made for it holds all experts.
+        is_made = packed is None and part.untyped_storage().data_ptr() not in memory
+        return part.clone() if copies or is_made else part
 
-    part: nn.Module | None = None
-    if share and packed is None:
+    part: PlainExperts | PackedExperts
+    if packed is None:
         part = PlainExperts(ExpertWeights(*map(local, weights)))
-        part.requires_grad_(any(parameter.requires_grad for parameter in parameters.values()))
-    elif share and packed is not None:
+        for name, weight in weights._asdict().items():
+            if weight is not None:
+                part.get_parameter(name).requires_grad_(weight.requires_grad)
+    else:
         w1, w2 = (weight.each(local) for weight in weights)
         part = PackedExperts(packed.weight_format, w1, local(packed.b1), w2, local(packed.b2))
     return _Replaced(path, layer, LocalExperts(part, share, total, *place), parameters, packed)

@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec
 
 import dynamo_moe.tracing.gradients  # noqa: F401  Registers decompositions.
-from dynamo_moe import exporting, packed_experts
+from dynamo_moe import exporting, local_experts, packed_experts
 from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.exporting import ExportError
@@ -108,6 +108,7 @@ def export_training(
         raise ValueError(
             f"the experts of {packed!r} are packed: quantise a model once it is trained"
         )
+    local_experts.need_whole(dict(model.named_modules()), "training files are for one device")
     if linear := next(iter(packed_layers(model)), None):
         raise ValueError(f"the weight of {linear!r} is packed: quantise a model once it is trained")
     reason = gradients.missing()

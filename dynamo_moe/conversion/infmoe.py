@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
-from dynamo_moe import packed_experts
+from dynamo_moe import local_experts, packed_experts
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.modules import ConvertedModule
 
@@ -80,7 +80,7 @@ class InfMoELayer(ConvertedModule):
 
     def extra_repr(self) -> str:
         """Sizes and options, for ``print(model)``."""
-        if packed_experts.of(self) is not None:
+        if packed_experts.of(self) is not None or local_experts.of(self) is not None:
             return f"mixes={self.mixes}"
         experts, width, hidden = self.w2.shape
         return (

@@ -80,6 +80,9 @@ def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
         model: The model.
         layers: Some of its converted layers, by path.
     """
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(f"{path}." if path else "")
     owners: dict[int, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(path)
@@ -87,7 +90,8 @@ def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
     for path, layer in layers.items():
         prefix = f"{path}." if path else ""
         for name, parameter in experts_parameters(layer).items():
-            others = [p for p in owners.get(id(parameter), []) if not p.startswith(prefix)]
+            own = tuple(paths[id(layer)])
+            others = [p for p in owners.get(id(parameter), []) if not p.startswith(own)]
             if others:
                 shared.setdefault(path, f"{prefix}{name} is also {others[0]}")
     return shared

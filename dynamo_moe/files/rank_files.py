@@ -43,16 +43,18 @@ class RankRecord:
         rank: The rank, in ``0..ranks-1``.
         ranks: How many there are.
         layers: The rank's share of each layer, by the layer's path in the PyTorch model.
+        export: A number drawn for all files of one export; empty where a file was exported alone.
     """
 
     rank: int
     ranks: int
     layers: Mapping[str, Share]
+    export: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, strings and numbers, ready for ``json.dumps``."""
         layers = {name: vars(share) for name, share in self.layers.items()}
-        return {"rank": self.rank, "ranks": self.ranks, "layers": layers}
+        return {**vars(self), "layers": layers}
 
 
 def rank_path(path: Path, rank: int) -> Path:
@@ -65,8 +67,14 @@ def rank_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
-def store(model: ir.Model, module: nn.Module) -> None:
-    """Writes into a graph's metadata the rank whose experts a module has, if it has a rank's."""
+def store(model: ir.Model, module: nn.Module, export: str = "") -> None:
+    """Writes into a graph's metadata the rank whose experts a module has, if it has a rank's.
+
+    Args:
+        model: The graph.
+        module: The module.
+        export: A number that all files of an export share.
+    """
     shares = {
         path: local
         for path, layer in module.named_modules()
@@ -79,7 +87,7 @@ def store(model: ir.Model, module: nn.Module) -> None:
         path: Share(local.share.start, len(local.share), local.total)
         for path, local in shares.items()
     }
-    record = RankRecord(any_share.rank, any_share.ranks, layers)
+    record = RankRecord(any_share.rank, any_share.ranks, layers, export)
     model.metadata_props[KEY] = json.dumps(record.to_dict())
 
 
@@ -90,7 +98,21 @@ def record_of(proto: onnx.ModelProto) -> RankRecord | None:
         return None
     fields = json.loads(stored)
     layers = {name: Share(**share) for name, share in fields["layers"].items()}
-    return RankRecord(fields["rank"], fields["ranks"], layers)
+    return RankRecord(**{**fields, "layers": layers})
+
+
+def need_no_rank(path: str | PathLike[str], proto: onnx.ModelProto) -> None:
+    """Checks that one process can run a file by itself.
+
+    Raises:
+        ValueError: If it is for one of several ranks.
+    """
+    record = record_of(proto)
+    if record is not None and record.ranks > 1:
+        raise ValueError(
+            f"{path} is for rank {record.rank} of {record.ranks}, which sum over all of them: "
+            "dynamo_moe.verify runs them together"
+        )
 
 
 def files_of_ranks(path: str | PathLike[str]) -> list[tuple[Path, onnx.ModelProto]]:
@@ -131,6 +153,9 @@ def _check(files: Sequence[tuple[Path, onnx.ModelProto]]) -> None:
         if record is None or (record.rank, record.ranks) != (rank, len(files)):
             was = "no rank" if record is None else f"rank {record.rank} of {record.ranks}"
             raise ValueError(f"{path} must be for rank {rank} of {len(files)}, and is for {was}")
+        of_all = record_of(of_first)
+        if of_all is not None and record.export != of_all.export:
+            raise ValueError(f"{path} and {first} were written by different exports")
         for kind in ("input", "output"):
             names, others = (
                 _types(getattr(graph, kind)) for graph in (of_first.graph, proto.graph)
@@ -155,5 +180,10 @@ def _check(files: Sequence[tuple[Path, onnx.ModelProto]]) -> None:
             raise ValueError(f"the files have {count} of the {totals[name]} experts of {name}")
 
 
-def _types(values: Sequence[onnx.ValueInfoProto]) -> list[tuple[str, int]]:
-    return [(value.name, value.type.tensor_type.elem_type) for value in values]
+def _types(values: Sequence[onnx.ValueInfoProto]) -> list[tuple[str, int, list[int | str]]]:
+    """Returns names, dtypes and shapes."""
+    types = [(value.name, value.type.tensor_type) for value in values]
+    return [
+        (name, kind.elem_type, [size.dim_param or size.dim_value for size in kind.shape.dim])
+        for name, kind in types
+    ]

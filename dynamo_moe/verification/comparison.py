@@ -353,7 +353,7 @@ class _LoadedFile:
     def __init__(
         self, path: Path, proto: onnx.ModelProto, runtime: Runtime, *, is_stored: bool
     ) -> None:
-        self._path, self._runtime = path, runtime
+        self._path, self._runtime, self.ranks = path, runtime, 1
         self._outputs = [value.name for value in proto.graph.output]
         separate = bool(_foreign_targets(proto)) or not is_stored
         self._routed = add_routing_outputs(proto)
@@ -395,21 +395,15 @@ class _LoadedRanks:
     def __init__(self, path: Path, runtime: Runtime) -> None:
         self._path = path
         files = rank_files.files_of_ranks(path)
-        self._outputs = [value.name for value in files[0][1].graph.output]
-        try:
-            self._ranks = Ranks([(file, inlined(proto)) for file, proto in files], runtime)
-        except RefusedError as error:
-            raise ValueError(
-                f"ONNX Runtime cannot run {path} and its other ranks: {error}"
-            ) from error
-        self.inputs = self._ranks.inputs
+        self._ranks = Ranks([(file, inlined(proto)) for file, proto in files], runtime)
+        self.inputs, self.ranks = self._ranks.inputs, len(files)
 
     def run(
         self, feeds: Mapping[str, np.ndarray], *, routing: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the outputs."""
+        """Returns the outputs of each rank, rank by rank."""
         try:
-            return [_to_torch(array) for array in self._ranks.run(feeds, self._outputs)], []
+            return [_to_torch(array) for array in self._ranks.run(feeds)], []
         except RefusedError as error:
             raise _refusal(self._path, feeds, error) from error
 
@@ -534,7 +528,7 @@ def _compare(
     outputs, of_model, expected = (
         _visible(tensors, kept) for tensors in (outputs, results.outputs, results.expected)
     )
-    max_error, rms_error = worst_errors("file", outputs, expected)
+    max_error, rms_error = worst_errors("file", outputs, expected * file.ranks)
     has_reference = results.outputs is not results.expected
     return CaseResult(
         shapes={name: tuple(value.shape) for name, value in feeds.items()},

@@ -5,14 +5,14 @@ No runtime's own collectives are needed, nor as many devices as ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnx.shape_inference
 
 from dynamo_moe.files.model_files import subgraphs
 from dynamo_moe.moe_nodes.nodes import SUM_OVER_RANKS
@@ -21,17 +21,17 @@ from dynamo_moe.operators.schemas import is_own_domain
 from dynamo_moe.verification.runtime import Runtime
 
 
-class Segment(NamedTuple):
+class Part(NamedTuple):
     """A part of a file between two of its sums.
 
     Attributes:
-        model: The part, with the initializers that it needs.
-        inputs: The names of the values that it takes.
-        outputs: Those that it gives.
+        nodes: Its nodes, in the order of computation.
+        inputs: The names of the values that it takes, but for initializers.
+        outputs: Those that it gives to later parts, to sums or to the caller.
         summed: The sum behind it: the names of its input and of its result; None behind the last.
     """
 
-    model: onnx.ModelProto
+    nodes: list[onnx.NodeProto]
     inputs: list[str]
     outputs: list[str]
     summed: tuple[str, str] | None
@@ -45,64 +45,103 @@ class Ranks:
         runtime: What loads and runs them.
 
     Raises:
-        RefusedError: If ONNX Runtime cannot load a file.
-        ValueError: If the files do not sum the same values.
+        ValueError: If the files do not sum equally often.
     """
 
     def __init__(self, files: Sequence[tuple[Path, onnx.ModelProto]], runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.inputs = [value.name for value in files[0][1].graph.input]
-        cuts = [[*segments(proto)] for _, proto in files]
-        for (path, _), cut in zip(files, cuts, strict=True):
-            if [part.summed for part in cut] != [part.summed for part in cuts[0]]:
-                raise ValueError(f"{path} sums other values over the ranks than {files[0][0]}")
-        self._steps = [
-            [
-                _Loaded(self._load(part, path.parent), part)
-                for (path, _), part in zip(files, parts, strict=True)
-            ]
-            for parts in zip(*cuts, strict=True)
-        ]
+        self._ranks = [_Rank(path, proto, runtime) for path, proto in files]
+        counts = [len(rank.parts) - 1 for rank in self._ranks]
+        if len({*counts}) > 1:
+            raise ValueError(f"the files of the ranks have different numbers of sums: {counts}")
+        graph = files[0][1].graph
+        self.inputs = [value.name for value in graph.input]
+        self.outputs = [value.name for value in graph.output]
 
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[np.ndarray]:
-        """Runs all ranks, and returns the named outputs of the first.
+    def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Runs all ranks, and returns the outputs of each, rank by rank.
 
         Raises:
-            RefusedError: If ONNX Runtime cannot run a file on these inputs.
+            RefusedError: If ONNX Runtime cannot load a part of a file, or run it on these inputs.
         """
-        known = [dict(feeds) for _ in self._steps[0]]
-        for step in self._steps:
-            for values, loaded in zip(known, step, strict=True):
-                values.update(self._results(loaded, values))
-            summed = step[0].part.summed
-            if summed is not None:
-                part, result = summed
-                total = reduce(np.add, [values[part] for values in known])
-                for values in known:
-                    values[result] = total
-        return [known[0][name] for name in outputs]
+        for rank in self._ranks:
+            rank.begin(feeds)
+        for number in range(len(self._ranks[0].parts)):
+            for rank in self._ranks:
+                rank.compute(number)
+            if self._ranks[0].parts[number].summed is not None:
+                total = reduce(np.add, [rank.part_of_sum(number) for rank in self._ranks])
+                for rank in self._ranks:
+                    rank.end_sum(number, total)
+        return [rank.values[name] for rank in self._ranks for name in self.outputs]
 
-    def _load(self, part: Segment, folder: Path) -> int | None:
+
+class _Rank:
+    """The file of a rank, of which each part has a session."""
+
+    def __init__(self, path: Path, proto: onnx.ModelProto, runtime: Runtime) -> None:
+        self.parts = parts_of(proto.graph)
+        self.values: dict[str, np.ndarray] = {}
+        self._path, self._proto, self._runtime = path, proto, runtime
+        self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
+        self._sessions: dict[int, int] = {}
+
+    def begin(self, feeds: Mapping[str, np.ndarray]) -> None:
+        """Has the inputs, and the initializers that the caller or a sum takes as they are."""
+        sums = [part.summed[0] for part in self.parts if part.summed is not None]
+        taken = {*sums, *(value.name for value in self._proto.graph.output)}
+        folder = str(self._path.parent)
+        self.values = {
+            name: onnx.numpy_helper.to_array(self._initializers[name], folder).copy()
+            for name in taken & self._initializers.keys()
+        } | dict(feeds)
+
+    def compute(self, number: int) -> None:
+        """Computes a part."""
+        part = self.parts[number]
         if not part.outputs:
-            return None
-        session, _ = self._runtime.load(part.model.SerializeToString(), str(folder))
-        return session
+            return
+        feeds = {name: self.values[name] for name in part.inputs}
+        if number not in self._sessions:
+            model = self._model(part, feeds).SerializeToString()
+            self._sessions[number], _ = self._runtime.load(model, str(self._path.parent))
+        results = self._runtime.run(self._sessions[number], feeds, part.outputs)
+        self.values.update(zip(part.outputs, results, strict=True))
 
-    def _results(self, loaded: _Loaded, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        session, part = loaded
-        if session is None:
-            return {}
-        needed = {name: values[name] for name in part.inputs}
-        return dict(
-            zip(part.outputs, self._runtime.run(session, needed, part.outputs), strict=True)
+    def part_of_sum(self, number: int) -> np.ndarray:
+        """Returns what the rank adds to the sum behind a part."""
+        return self.values[self._sum(number)[0]]
+
+    def end_sum(self, number: int, total: np.ndarray) -> None:
+        """Has the result of the sum behind a part."""
+        self.values[self._sum(number)[1]] = total
+
+    def _sum(self, number: int) -> tuple[str, str]:
+        summed = self.parts[number].summed
+        if summed is None:
+            raise ValueError(f"there is no sum behind part {number} of {self._path}")
+        return summed
+
+    def _model(self, part: Part, feeds: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+        """Returns a part as a model of its own, for inputs of these dtypes."""
+        used = set(chain.from_iterable(map(_used, part.nodes)))
+        inputs = [
+            onnx.helper.make_tensor_value_info(
+                name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim
+            )
+            for name, value in feeds.items()
+        ]
+        return onnx.ModelProto(
+            ir_version=self._proto.ir_version,
+            opset_import=self._proto.opset_import,
+            functions=self._proto.functions,
+            graph=onnx.GraphProto(
+                name=self._proto.graph.name,
+                node=part.nodes,
+                initializer=[t for name, t in self._initializers.items() if name in used],
+                input=inputs,
+                output=[onnx.ValueInfoProto(name=name) for name in part.outputs],
+            ),
         )
-
-
-class _Loaded(NamedTuple):
-    """A part, and the number of its session; None if it computes nothing."""
-
-    session: int | None
-    part: Segment
 
 
 def is_sum(node: onnx.NodeProto) -> bool:
@@ -113,16 +152,8 @@ def is_sum(node: onnx.NodeProto) -> bool:
     return any(operator.is_of(node.domain, node.op_type) for operator in own)
 
 
-def segments(proto: onnx.ModelProto) -> Iterator[Segment]:
-    """Cuts a file at the sums of its main graph, whose nodes are in the order of computation.
-
-    Yields:
-        The parts, in order.
-    """
-    graph = proto.graph
-    inferred = onnx.shape_inference.infer_shapes(proto).graph
-    infos = {v.name: v for v in (*inferred.value_info, *graph.input, *graph.output)}
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
+def parts_of(graph: onnx.GraphProto) -> list[Part]:
+    """Returns the parts of a graph between its sums, in the order of computation."""
     sums = [node for node in graph.node if is_sum(node)]
     parts: list[list[onnx.NodeProto]] = [[]]
     for node in graph.node:
@@ -130,27 +161,18 @@ def segments(proto: onnx.ModelProto) -> Iterator[Segment]:
             parts.append([])
         else:
             parts[-1].append(node)
+    initializers = {tensor.name for tensor in graph.initializer}
     wanted = {value.name for value in graph.output}.union(*(node.input for node in sums))
     used = [set[str]().union(*map(_used, nodes)) for nodes in parts]
+    found = []
     for number, nodes in enumerate(parts):
         made = {name for node in nodes for name in node.output if name}
-        inputs = sorted(used[number] - made - initializers.keys())
+        inputs = sorted(used[number] - made - initializers)
         outputs = sorted(made & wanted.union(*used[number + 1 :]))
-        model = onnx.ModelProto(
-            ir_version=proto.ir_version,
-            opset_import=proto.opset_import,
-            functions=proto.functions,
-            graph=onnx.GraphProto(
-                name=f"{graph.name}_{number}",
-                node=nodes,
-                initializer=[initializers[n] for n in sorted(used[number] & initializers.keys())],
-                input=[infos[name] for name in inputs],
-                output=[infos[name] for name in outputs],
-            ),
-        )
         behind = sums[number] if number < len(sums) else None
         summed = None if behind is None else (behind.input[0], behind.output[0])
-        yield Segment(model, inputs, outputs, summed)
+        found.append(Part(nodes, inputs, outputs, summed))
+    return found
 
 
 def _used(node: onnx.NodeProto) -> set[str]:

@@ -35,7 +35,7 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, ("families", "training", "compiled", "communicator")), (4, ("training",))],
+    [(2, ("families", "training", "idle", "compiled", "communicator")), (4, ("training", "idle"))],
 )
 def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:
     done = torchrun(ranks, PROGRAM, *cases)

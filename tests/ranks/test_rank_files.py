@@ -11,13 +11,13 @@ import onnx
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import dynamo_moe
 from dynamo_moe.cli import app
 from dynamo_moe.files.rank_files import KEY, files_of_ranks, record_of
-from dynamo_moe.verification.ranks import segments
+from dynamo_moe.verification.ranks import parts_of
 from moe_architectures import ARCHITECTURES
 from small_models import mlp_model
 
@@ -71,7 +71,10 @@ def test_only_the_ranks_own_experts(files: Path) -> None:
     assert counts == [[2, 2]] * 3
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.every) for n in ("qwen3_moe", "gpt_oss"))],
+)
 def test_language_models(tmp_path: Path, family: str) -> None:
     model = converted(ARCHITECTURES[family].build())
     path = tmp_path / "m.onnx"
@@ -198,6 +201,84 @@ def test_a_file_for_all(model: nn.Module, tmp_path: Path) -> None:
     assert dynamo_moe.inspect(tmp_path / "m.onnx").rank is None
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("shapes", ["batch", None])
+@pytest.mark.parametrize("target", TARGETS)
+def test_more_ranks_than_experts(tmp_path: Path, target: Any, shapes: Any) -> None:
+    model = converted(mlp_model(experts=2))
+    dynamo_moe.export(
+        model,
+        torch.randn(3, 16),
+        tmp_path / "m.onnx",
+        target=target,
+        ranks=3,
+        dynamic_shapes=shapes,
+    )
+    inputs = None if shapes else [(torch.randn(3, 16),)]
+    assert dynamo_moe.verify(tmp_path / "m.rank2.onnx", model, inputs).passed
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_equal_blocks_as_functions(tmp_path: Path, target: Any) -> None:
+    model = converted(mlp_model(layers=5))
+    report = dynamo_moe.export(
+        model, torch.randn(3, 16), tmp_path / "m.onnx", target=target, ranks=2,
+        layers_as_functions=True,
+    )  # fmt: skip
+    assert report.blocks == ("5 of Residual: 3 traced",)
+    assert dynamo_moe.verify(tmp_path / "m.rank0.onnx", model).passed
+
+
+class WithHead(nn.Module):
+    """Has a layer of all ranks behind its experts, and returns a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = mlp_model(layers=1)
+        self.head = nn.Linear(16, 3)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(self.moe(x)), self.scale
+
+
+def negated_head(proto: onnx.ModelProto) -> None:
+    for name in ("head.weight", "head.bias"):
+        tensor = next(t for t in proto.graph.initializer if t.name == name)
+        values = onnx.numpy_helper.to_array(tensor)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(-values, tensor.name))
+
+
+def test_what_follows_the_last_sum_on_another_rank(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = converted(WithHead())
+    dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "m.onnx", ranks=2)
+    assert dynamo_moe.verify(tmp_path / "m.rank0.onnx", model).passed
+    changed(tmp_path / "m.rank1.onnx", negated_head)
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(tmp_path / "m.rank0.onnx", model)
+
+
+def test_files_of_two_exports(model: nn.Module, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "other" / "m.onnx", ranks=3)
+    shutil.copy(tmp_path / "other" / "m.rank1.onnx", files.parent)
+    with pytest.raises(ValueError, match="written by different exports"):
+        dynamo_moe.verify(files, model)
+
+
+def test_what_runs_one_file_alone(model: nn.Module, files: Path) -> None:
+    with pytest.raises(ValueError, match="is for rank 0 of 3"):
+        dynamo_moe.session(files)
+    with (
+        dynamo_moe.sharded(model, 0, 2),
+        pytest.raises(ValueError, match="training files are for one device"),
+    ):
+        dynamo_moe.export_training(
+            model, torch.randn(3, 16), nn.functional.mse_loss, torch.randn(3, 16), files
+        )
+
+
 def test_inspect(files: Path) -> None:
     summary = dynamo_moe.inspect(files.with_name("m.rank1.onnx"))
     assert summary.rank is not None
@@ -243,11 +324,9 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 def test_parts_between_sums(files: Path) -> None:
-    proto = onnx.load(files)
-    parts = [*segments(proto)]
+    graph = onnx.load(files).graph
+    parts = parts_of(graph)
     assert [part.summed is None for part in parts] == [False, False, True]
-    nodes = [node.name for part in parts for node in part.model.graph.node]
-    sums = [node.name for node in proto.graph.node if node.op_type == "SumOverRanks"]
-    assert sorted([*nodes, *sums]) == sorted(node.name for node in proto.graph.node)
-    for part in parts:
-        onnx.checker.check_model(part.model)
+    nodes = [node.name for part in parts for node in part.nodes]
+    sums = [node.name for node in graph.node if node.op_type == "SumOverRanks"]
+    assert sorted([*nodes, *sums]) == sorted(node.name for node in graph.node)

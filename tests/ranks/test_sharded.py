@@ -12,8 +12,9 @@ import dynamo_moe
 from dynamo_moe.conversion.infmoe import InfMoELayer
 from dynamo_moe.conversion.packing import converted_layers
 from dynamo_moe.local_experts import LocalExperts
-from dynamo_moe.modules import TopOneMoE
+from dynamo_moe.modules import DroplessMoE, TopOneMoE
 from dynamo_moe.sharding import share_of
+from listed_experts import Listed
 from moe_architectures import ARCHITECTURES, example_inputs
 from small_models import OwnRouter, mlp_model, op_model
 
@@ -63,12 +64,12 @@ def beside_experts(layer: nn.Module, args: Any) -> Tensor | int:
     """Return what a layer adds to its experts' sum: its result where these give zeros."""
     with torch.no_grad(), dynamo_moe.sharded(layer, 0, 1):
         [local] = [module for module in layer.modules() if isinstance(module, LocalExperts)]
-        local.part = None
+        local.share = range(0)
         result = layer(*args)
     return result[0] if isinstance(result, tuple) else result
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.every) for n in (2, 4))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, ranks: int) -> None:
     model = converted(ARCHITECTURES[family].build())
@@ -163,6 +164,47 @@ def test_what_needs_whole_layers() -> None:
         with pytest.raises(NotImplementedError, match="are sharded: it computes in evaluation"):
             model.train()(torch.randn(3, 16))
     model.eval()
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    model = converted(mlp_model())
+    for layer in converted_layers(model).values():
+        layer.w1.requires_grad_(False)
+    with dynamo_moe.sharded(model, 0, 2):
+        flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert not flags["0.mlp.local_experts.part.w1"]
+    assert flags["0.mlp.local_experts.part.w2"]
+
+
+def test_a_share_keeps_no_other_experts_in_memory() -> None:
+    layer = converted(nn.Sequential(Listed()))
+    with dynamo_moe.sharded(layer, 1, 3):
+        [local] = [module for module in layer.modules() if isinstance(module, LocalExperts)]
+        for parameter in local.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def test_a_layer_that_a_model_has_twice() -> None:
+    block = mlp_model(layers=1)[0]
+    model = converted(nn.Sequential(block, nn.ReLU(), block))
+    x = torch.randn(5, 16)
+    with dynamo_moe.sharded(model, 0, 1):
+        result = model(x)
+    torch.testing.assert_close(result, model(x))
+
+
+def test_a_layer_without_values() -> None:
+    model = converted(mlp_model())
+    with dynamo_moe.sharded(model, 0, 2):
+        assert model.to("meta")(torch.randn(3, 16, device="meta")).shape == (3, 16)
+
+
+def test_what_a_layer_shows() -> None:
+    torch.manual_seed(0)
+    mlp = mlp_model(layers=1)[0].mlp
+    layer = DroplessMoE(mlp.router, mlp.w1, None, mlp.w2, None, top_k=2)
+    with dynamo_moe.sharded(layer, 1, 4):
+        assert "experts 2 to 3 of 6, rank 1 of 4" in repr(layer)
 
 
 def test_without_processes() -> None:

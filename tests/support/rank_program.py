@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dynamo_moe
@@ -38,10 +38,10 @@ def families() -> None:
             torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def trained() -> nn.Module:
+def trained(experts: int = 5) -> nn.Module:
     torch.manual_seed(0)
-    moe = DroplessMoEMlp(8, 12, num_experts=5, top_k=2)
-    layer = DroplessMoE(moe.router, *(moe.w1, None, moe.w2, None), top_k=2)
+    moe = DroplessMoEMlp(8, 12, num_experts=experts, top_k=min(2, experts))
+    layer = DroplessMoE(moe.router, *(moe.w1, None, moe.w2, None), top_k=moe.top_k)
     return nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 3))
 
 
@@ -69,6 +69,32 @@ def training() -> None:
     for name, expected in (("w1", whole[1].w1.mT), ("w2", whole[1].w2.mT)):
         actual = getattr(local.part, name)
         torch.testing.assert_close(actual, expected[local.share.start : local.share.stop])
+
+
+def idle() -> None:
+    """Gradients where the last ranks have no experts of some layers, and a skip connection."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(trained(experts) for experts in (6, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + torch.nn.functional.pad(layer(x), (0, 5))
+            return x
+
+    torch.manual_seed(0)
+    whole = Model()
+    model = copy.deepcopy(whole)
+    dynamo_moe.shard(model)
+    x = torch.randn(6, 8)
+    for module in (whole, model):
+        module(x).square().mean().backward()
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        if "local_experts" not in name:
+            torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
 
 
 def compiled() -> None:
@@ -105,7 +131,7 @@ def failing() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (families, training, compiled, communicator, failing)
+    case.__name__: case for case in (families, training, idle, compiled, communicator, failing)
 }
 
 

@@ -41,24 +41,25 @@ class Communicator:
         import torch.distributed as dist
 
         self._handle = c_void_p()
-        self._library = _opened()
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise EngineError("this process is not in the group of the engine's ranks")
-        failure = ""
-        mine = _UniqueId()
-        if rank == 0:
-            failure = self._failure("ncclGetUniqueId", self._library.ncclGetUniqueId(byref(mine)))
-        # Also where it failed: the others wait for it.
-        shared: list[Any] = [(bytes(mine), failure)]
-        dist.broadcast_object_list(shared, src=dist.get_global_rank(group, 0), group=group)
-        content, failure = shared[0]
-        if not failure:
-            joined = _UniqueId.from_buffer_copy(content)
-            result = self._library.ncclCommInitRank(byref(self._handle), ranks, joined, rank)
-            failure = self._failure("ncclCommInitRank", result)
-        if failure:
-            raise EngineError(failure)
+        identity, failure = _UniqueId(), ""
+        try:
+            self._library = _opened()
+            if rank == 0:
+                self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(byref(identity)))
+        except EngineError as error:
+            failure = str(error)
+        # Also of a rank that has failed: the others wait for it.
+        said: list[Any] = [None] * ranks
+        dist.all_gather_object(said, (bytes(identity), failure), group=group)
+        for number, (_, reason) in enumerate(said):
+            if reason:
+                raise EngineError(f"rank {number} of {ranks}: {reason}")
+        joined = _UniqueId.from_buffer_copy(said[0][0])
+        result = self._library.ncclCommInitRank(byref(self._handle), ranks, joined, rank)
+        self._check("ncclCommInitRank", result)
 
     def __del__(self) -> None:
         if self._handle.value is not None:
@@ -71,11 +72,10 @@ class Communicator:
         make.restype, make.argtypes = ctypes.py_object, (c_void_p, c_char_p, c_void_p)
         return make(self._handle, None, None)
 
-    def _failure(self, function: str, result: int) -> str:
-        if result == 0:
-            return ""
-        reason = self._library.ncclGetErrorString(result).decode(errors="replace")
-        return f"NCCL's {function} failed: {reason}"
+    def _check(self, function: str, result: int) -> None:
+        if result != 0:
+            reason = self._library.ncclGetErrorString(result).decode(errors="replace")
+            raise EngineError(f"NCCL's {function} failed: {reason}")
 
 
 def _opened() -> Any:
