@@ -232,6 +232,8 @@ def test_equal_blocks_as_functions(tmp_path: Path, target: Any) -> None:
 class WithHead(nn.Module):
     """Has a layer of all ranks behind its experts, and returns a buffer too."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.moe = mlp_model(layers=1)
