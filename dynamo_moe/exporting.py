@@ -8,7 +8,7 @@ import time
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -227,9 +227,14 @@ def export(
             metadata_props or {},
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
-            written = [
-                *_write_all(model, arguments, dynamic_shapes, form, path, external_data, ranks)
-            ]
+
+            def write(form: _Form, file: Path) -> _Written:
+                return _write(model, arguments, dynamic_shapes, form, file, external_data)
+
+            if ranks is None:
+                written = [write(form, path)]
+            else:
+                written = _write_ranks(write, model, form, path, ranks)
     # A module that calls torch.ops.moe itself needs no conversion.
     first = written[0]
     layers = first.layers
@@ -294,29 +299,25 @@ class _Written(NamedTuple):
     notes: list[str]
 
 
-def _write_all(
+def _write_ranks(
+    write: Callable[[_Form, Path], _Written],
     model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    dynamic_shapes: DynamicShapes,
     form: _Form,
     path: Path,
-    external_data: bool | None,
-    ranks: int | None,
-) -> Iterator[_Written]:
-    """Writes the file, or one for each rank, which take their places once all are written."""
-    if ranks is None:
-        yield _write(model, arguments, dynamic_shapes, form, path, external_data)
-        return
+    ranks: int,
+) -> list[_Written]:
+    """Writes a file for each rank, which take their places once all are written."""
     form = form._replace(of_ranks=uuid.uuid4().hex)
     written: list[_Written] = []
     try:
         for rank in range(ranks):
             part = path.with_name(f".{rank_path(path, rank).name}")
             with sharded(model, rank, ranks):
-                written.append(_write(model, arguments, dynamic_shapes, form, part, external_data))
-        for rank, each in enumerate(written):
-            files = model_files.rename_model(each.files, rank_path(path, rank))
-            yield each._replace(files=files)
+                written.append(write(form, part))
+        return [
+            each._replace(files=model_files.rename_model(each.files, rank_path(path, rank)))
+            for rank, each in enumerate(written)
+        ]
     finally:
         for each in written:
             for file in each.files:

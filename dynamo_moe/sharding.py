@@ -223,8 +223,10 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
         if group.ndim != 1:
             raise ValueError(f"a mesh must have one dimension, got {group.ndim}: name one of them")
         return group.get_group()
-    members: Any = dist.group.WORLD if group is None else group
-    return members  # type: ignore[no-any-return]
+    members = dist.group.WORLD if group is None else group
+    if members is None:
+        raise RuntimeError("torch.distributed has no default group: name one")
+    return members
 
 
 @torch.no_grad()

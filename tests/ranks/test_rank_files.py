@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import dynamo_moe
+from dynamo_moe import exporting
 from dynamo_moe.cli import app
 from dynamo_moe.files.rank_files import KEY, files_of_ranks, record_of
 from dynamo_moe.verification.ranks import parts_of
@@ -301,7 +302,7 @@ def test_a_rank_that_fails_leaves_earlier_files(
     model: nn.Module, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {file: file.read_bytes() for file in files.parent.iterdir()}
-    write = dynamo_moe.exporting._write  # type: ignore[attr-defined]
+    write = exporting._write
 
     def fail_at_rank_2(*args: Any) -> Any:
         if ".rank2." in args[4].name:
