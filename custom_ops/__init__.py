@@ -1,9 +1,11 @@
 """Dropless MoE layers: the PyTorch operators and their oracle.
 
 Importing this package registers ``torch.ops.moe.dropless`` and ``torch.ops.moe.experts``, both also
-for packed weights, ``torch.ops.moe.rms_norm`` and ``torch.ops.moe.sum_over_ranks``.
+for packed weights, ``torch.ops.moe.rms_norm``, ``torch.ops.moe.sum_over_ranks`` and
+``torch.ops.moe.write_to_cache``.
 """
 
+from custom_ops.cache_writes import write_to_cache
 from custom_ops.dropless import dropless
 from custom_ops.experts import experts
 from custom_ops.offload.calls import offload_experts
@@ -20,6 +22,7 @@ __all__ = [
     "experts_packed",
     "rms_norm",
     "sum_over_ranks",
+    "write_to_cache",
     # Experts in host memory
     "offload_experts",
     # Options

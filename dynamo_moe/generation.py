@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo_moe.files import model_parts
-from dynamo_moe.files.cache_entries import KEY, CacheEntry, loads
+from dynamo_moe.files.cache_entries import KEY, PAST_LENGTH, CacheEntry, loads
 from dynamo_moe.files.model_parts import FILES, GRID, grid_positions
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ def generate(
     Raises:
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If the file is no language model that this can run, a prompt is empty or has
-            padding on its right, a number is out of range, or the pictures are not those that the
-            folder takes and the prompts have tokens of.
+            padding on its right, a number is out of range, the text would be longer than the file's
+            cache, or the pictures are not those that the folder takes and the prompts have tokens
+            of.
     """
     text, mask = _prompts(input_ids, attention_mask)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -78,6 +79,7 @@ def generate(
     ends = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     padding = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
     model = _model(path, text, mask, {name: np.asarray(x) for name, x in pictures.items()})
+    model.check_length(text.shape[1] + max_new_tokens - 1)  # The last is not read.
     has_ended = np.zeros((len(text), 1), bool)
     new = text
     for _ in range(max_new_tokens):
@@ -171,7 +173,7 @@ class _Model:
         self._names = [value.name for value in session.get_inputs()]
         self._dtypes = {value.name: _DTYPES.get(value.type) for value in session.get_inputs()}
         entries = cache_of(session)
-        known = {self.tokens, "attention_mask", "position_ids", *self.further}
+        known = {self.tokens, "attention_mask", "position_ids", PAST_LENGTH, *self.further}
         known |= {entry.input for entry in entries}
         unknown = [name for name in self._names if name not in known]
         outputs = [value.name for value in session.get_outputs()]
@@ -181,8 +183,18 @@ class _Model:
                 f"output logits; it has {', '.join(self._names)} and {', '.join(outputs)}"
             )
         self.has_cache = bool(entries)
-        self._outputs = ["logits", *(entry.output for entry in entries)]
+        self._entries = entries
         self._kept = {entry.input: _first(entry, batch) for entry in entries}
+        self._room = min((entry.room for entry in entries if entry.room is not None), default=None)
+
+    def check_length(self, tokens: int) -> None:
+        """Checks that the cache has room for so many tokens."""
+        if self._room is not None and tokens > self._room:
+            raise ValueError(
+                f"the file's cache has room for {self._room} tokens, but the prompts and what may "
+                f"follow are {tokens}: choose fewer max_new_tokens, or export with a larger "
+                "cache_length"
+            )
 
     def logits(self, new: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[Any]:
         """Returns the last token's logits ``[B, V]``, and keeps what the next call needs.
@@ -197,15 +209,30 @@ class _Model:
             for name, x in given.items()
             if name in self._names
         }
-        logits, *kept = self._session.run_with_ort_values(self._outputs, feeds | self._kept)
-        self._kept = dict(zip(self._kept, kept, strict=True))
+        binding = self._session.io_binding()
+        for name, value in (feeds | self._kept).items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output("logits")
+        replaced = [entry for entry in self._entries if entry.update != "written"]
+        for entry in replaced:
+            binding.bind_output(entry.output)
+        for entry in self._entries:
+            if entry.update == "written":
+                binding.bind_ortvalue_output(entry.output, self._kept[entry.input])
+        self._session.run_with_iobinding(binding)
+        logits, *kept = binding.get_outputs()
+        self._kept |= {entry.input: x for entry, x in zip(replaced, kept, strict=False)}
         last: NDArray[Any] = logits.numpy()[:, -1]
         return last
 
     def _given(self, new: NDArray[np.int64], mask: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Returns what goes into the file besides its cache."""
         positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -new.shape[1] :]
-        return {"input_ids": new, "attention_mask": mask, "position_ids": positions}
+        given = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
+        if self._room is not None:
+            given["attention_mask"] = np.pad(mask, ((0, 0), (0, self._room - mask.shape[1])))
+            given[PAST_LENGTH] = np.array([mask.shape[1] - new.shape[1]])
+        return given
 
 
 class _SeeingModel(_Model):

@@ -292,6 +292,16 @@ def export(
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = False,
+    cache_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="L",
+            min=1,
+            help="Keys and values have room for L tokens from the beginning, in buffers that are "
+            "updated in place; with target plugin or dense. Otherwise they grow.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
     repeated_blocks: Annotated[
         Literal["auto", "off"],
         typer.Option(
@@ -346,6 +356,7 @@ def export(
                 "--format": folder_format,
                 "--shared-cache": shared_cache,
                 "--bounded-windows": bounded_windows,
+                "--cache-length": cache_length,
             },
         )
         for_runtime = folder_format == "genai" or shared_cache
@@ -374,6 +385,7 @@ def export(
                     "link_weights": link_weights,
                     "folder": folder_format,
                     "bounded_windows": bounded_windows,
+                    "cache_length": cache_length,
                 }
                 if shared_cache is not None:
                     options["shared_cache"] = shared_cache

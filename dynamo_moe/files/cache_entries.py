@@ -14,6 +14,12 @@ KEY = "dynamo_moe.cache"
 MASK = "attention_mask"
 """The input that says which tokens are padding, of those in the cache and of the new ones."""
 
+PAST_LENGTH = "past_sequence_length"
+"""The input, ``[1]`` int64, with the number of tokens in a cache that has room for more."""
+
+Update = Literal["appended", "written", "replaced"]
+"""What a call does with a tensor of the cache."""
+
 SEQUENCE, PAST, TOTAL = "sequence", "past", "total_sequence"
 """Names of sizes: new tokens, those in the cache, and both, each with an entry in the mask."""
 
@@ -21,6 +27,9 @@ SEQUENCE, PAST, TOTAL = "sequence", "past", "total_sequence"
 @dataclass(frozen=True)
 class CacheEntry:
     """A tensor that a call gets and leaves for the next one.
+
+    One that is ``written`` has room for all tokens to come, on the axis before the last. Input and
+    output can be one buffer. The file's input :data:`PAST_LENGTH` says where the new tokens begin.
 
     Attributes:
         input: The name of the file's input.
@@ -30,7 +39,8 @@ class CacheEntry:
             far; and such as ``last_127``, 127 of them at most.
         dtype: Its dtype, such as ``float32``.
         initial: The first call's input: ``empty``, of no tokens, or ``zeros``.
-        update: Whether new tokens are ``appended`` to it, or it is ``replaced``.
+        update: Whether new tokens are ``appended`` to it, or ``written`` into it, or all of it is
+            ``replaced``.
         window: The most tokens that it keeps; None: all, if tokens are appended.
     """
 
@@ -40,8 +50,13 @@ class CacheEntry:
     shape: tuple[int | str, ...]
     dtype: str
     initial: Literal["empty", "zeros"]
-    update: Literal["appended", "replaced"]
+    update: Update
     window: int | None = None
+
+    @property
+    def room(self) -> int | None:
+        """The most tokens that can be written into it; None: none are."""
+        return int(self.shape[-2]) if self.update == "written" else None
 
 
 def dumps(entries: Iterable[CacheEntry]) -> str:

@@ -10,10 +10,11 @@ Legend: B batch, S new tokens, P tokens in the cache.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.exporting import ExportError
-from dynamo_moe.files.cache_entries import PAST, CacheEntry
+from dynamo_moe.files.cache_entries import PAST, CacheEntry, Update
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import failures
@@ -38,6 +39,8 @@ Past = Sequence[Sequence[Tensor]]
 
 # B and S of the runs without values. Each dimension of one is smaller than that of the other.
 _RUNS = ((2, 3), (3, 5))
+# What the second run has more room for; no other dimension differs by as much.
+_MORE_ROOM = 7
 # Attributes whose zeros are what a model computes with where nothing is before.
 _STATES = frozenset({"conv_states", "recurrent_states", "linear_cache"})
 
@@ -53,6 +56,7 @@ class KeptTensor:
         dtype: Its dtype.
         place: Where it is in the cache.
         window: The most tokens that it keeps; None: all, if it keeps tokens.
+        is_written: Whether it has room for tokens to come, which are written into it.
     """
 
     layer: int
@@ -61,6 +65,7 @@ class KeptTensor:
     dtype: torch.dtype
     place: Place
     window: int | None = None
+    is_written: bool = False
 
     @property
     def name(self) -> str:
@@ -68,9 +73,16 @@ class KeptTensor:
         return f"{self.layer}.{self.role}"
 
     @property
-    def grows(self) -> bool:
-        """Whether new tokens are appended to it; otherwise each call replaces it."""
-        return PAST in self.shape or self.window is not None
+    def holds_tokens(self) -> bool:
+        """Whether tokens have places in it; otherwise each call replaces it."""
+        return self.update != "replaced"
+
+    @property
+    def update(self) -> Update:
+        """What a call does with it."""
+        if self.is_written:
+            return "written"
+        return "appended" if PAST in self.shape or self.window is not None else "replaced"
 
     def sizes(self, batch: int, past: int) -> list[int]:
         """Returns its shape for a batch and a number of tokens."""
@@ -92,22 +104,33 @@ class KeptTensor:
             role=self.role,
             shape=self.shape,
             dtype=str(self.dtype).removeprefix("torch."),
-            initial="empty" if self.grows else "zeros",
-            update="appended" if self.grows else "replaced",
+            initial="empty" if self.update == "appended" else "zeros",
+            update=self.update,
             window=self.window,
         )
 
 
 class ModelCache:
-    """The cache of a model, as its own code makes and updates it."""
+    """The cache of a model, as its own code makes and updates it.
 
-    def __init__(self, model: PreTrainedModel, *, bounded_windows: bool = False) -> None:
+    Attributes:
+        length: The tokens that it has room for; None: it grows.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        bounded_windows: bool = False,
+        length: int | None = None,
+    ) -> None:
         """Runs a model without values to see what it keeps.
 
         Args:
             model: The model.
             bounded_windows: Whether layers with a sliding window keep that alone, and not all
                 tokens behind a mask.
+            length: The tokens that it has room for, from the beginning; None: it grows.
 
         Raises:
             ExportError: If the model does not run.
@@ -119,20 +142,34 @@ class ModelCache:
                 f"{type(model).__name__} has an encoder, whose keys and values a file cannot keep: "
                 "use export, with decoder_input_ids"
             )
-        change = _windowed if bounded_windows else _unbounded
-        first, second = (_after_a_run(model, *sizes, change) for sizes in _RUNS)
+        self.length = length
+        # Of two lengths, too, so that tensors show which dimension it is.
+        rooms = (None, None) if length is None else (length, length + _MORE_ROOM)
+        changes = [_change(bounded_windows=bounded_windows, length=room) for room in rooms]
+        first, second = map(_after_a_run, repeat(model), _RUNS, changes)
         self._template = first
         tensors, others = _values(first, Tensor), _values(second, Tensor)
         counts = Counter(place[:3] for place in tensors)
         self.tensors = sorted(
             (
-                _kept(model, place, (tensor, others[place]), is_only=counts[place[:3]] == 1)
+                _kept(
+                    model,
+                    place,
+                    (tensor, others[place]),
+                    rooms,
+                    is_only=counts[place[:3]] == 1,
+                )
                 for place, tensor in tensors.items()
             ),
             key=lambda kept: kept.layer,
         )
         if bounded_windows:
             self.tensors = [_bounded(kept, first.layers) for kept in self.tensors]
+        if length is not None and not all(kept.is_written for kept in self.tensors):
+            raise ValueError(
+                f"cache_length needs transformers' own cache of keys and values, but "
+                f"{type(model).__name__} has a {type(first).__name__}"
+            )
         numbers, others = _values(first, int), _values(second, int)
         lengths = tuple(length for _, length in _RUNS)
         self._lengths = [place for place in numbers if (numbers[place], others[place]) == lengths]
@@ -145,14 +182,17 @@ class ModelCache:
     @property
     def is_plain(self) -> bool:
         """Whether it keeps keys and values of attention alone."""
-        return all(kept.role in ("key", "value") and PAST in kept.shape for kept in self.tensors)
+        return all(
+            kept.role in ("key", "value") and (PAST in kept.shape or kept.is_written)
+            for kept in self.tensors
+        )
 
-    def filled(self, past: Past, length: int) -> Cache:
+    def filled(self, past: Past, length: Any) -> Cache:
         """Returns a cache that holds these tensors, which the model may change in place.
 
         Args:
             past: The tensors.
-            length: P.
+            length: P; ``[1]`` int64 where the cache has a fixed length.
 
         Raises:
             ValueError: If they are not as many as the model keeps, or differ in B or P.
@@ -166,9 +206,14 @@ class ModelCache:
         self._check_windows(tensors, length)
         cache = _copied(self._template)
         for kept, tensor in zip(self.tensors, tensors, strict=True):
-            _put(cache, kept.place, tensor if kept.grows else tensor.clone())
+            _put(cache, kept.place, tensor if kept.holds_tokens else tensor.clone())
         for place in self._lengths:
             _put(cache, place, length)
+        if self.length is not None:
+            positions = length.expand(tensors[0].shape[0])  # One node for all layers.
+            buffers: Any = cache.layers
+            for layer in buffers:
+                layer.begin_at(length, positions)
         return _with_a_length(cache)
 
     def _check_windows(self, tensors: Sequence[Tensor], length: int) -> None:
@@ -215,49 +260,44 @@ def _sizes(kept: Sequence[KeptTensor], tensors: Sequence[Tensor]) -> dict[str, A
 
 
 def _after_a_run(
-    model: PreTrainedModel, batch: int, length: int, change: Callable[[Any], Any]
+    model: PreTrainedModel, sizes: tuple[int, int], change: Callable[[Any], Any]
 ) -> Cache:
     """Returns the model's cache, with changed layers, after a prompt without values."""
     from transformers import DynamicCache
 
     with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
-        try:
-            with without_values():
-                ids = torch.zeros(batch, length, dtype=torch.int64)
-                mask = torch.ones_like(ids)
-                arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
-                cache: Cache = model(**arguments).past_key_values
-                if type(cache) is DynamicCache:
-                    cache = DynamicCache(config=model.config)
-                    cache.layers = [change(layer) for layer in cache.layers]
-                    model(**arguments, past_key_values=cache)
-        except Exception as error:  # The model's own code runs.
-            raise ExportError(failures.explain(error)) from error
+        cache = _run(model, sizes)
+        if type(cache) is DynamicCache:
+            cache = DynamicCache(config=model.config)
+            cache.layers = [change(layer) for layer in cache.layers]
+            _run(model, sizes, past_key_values=cache)
     return cache
 
 
-def _unbounded(layer: Any) -> Any:
-    """Returns a layer that holds all tokens: the mask hides what a sliding window does not see."""
-    from transformers import cache_utils
+def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cache:
+    try:
+        with without_values():
+            ids = torch.zeros(sizes, dtype=torch.int64)
+            arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            cache: Cache = model(**arguments, use_cache=True, **options).past_key_values
+    except Exception as error:  # The model's own code runs.
+        raise ExportError(failures.explain(error)) from error
+    return cache
 
-    if type(layer) is cache_utils.DynamicSlidingWindowLayer:
-        return cache_utils.DynamicLayer()  # type: ignore[no-untyped-call]
-    if type(layer) is cache_utils.LinearAttentionAndSlidingWindowAttentionLayer:
-        return cache_utils.LinearAttentionAndFullAttentionLayer(layer.number_of_states)
-    return layer
 
+def _change(*, bounded_windows: bool, length: int | None) -> Callable[[Any], Any]:
+    """Returns a function from layers of a cache to those in their places."""
+    from dynamo_moe.language_models import cache_layers
 
-def _windowed(layer: Any) -> Any:
-    """Returns a layer that will keep a sliding window alone, if it has one."""
-    from dynamo_moe.language_models.windows import windowed
-
-    return windowed(layer)
+    if length is not None:
+        return functools.partial(cache_layers.buffered, length=length)
+    return cache_layers.windowed if bounded_windows else cache_layers.unbounded
 
 
 def _bounded(kept: KeptTensor, layers: Sequence[Any]) -> KeptTensor:
     """Returns what a layer keeps that keeps no more than its window from now on."""
     layer = layers[kept.layer]
-    if not kept.grows or not hasattr(layer, "keeps_all"):
+    if not kept.holds_tokens or not hasattr(layer, "keeps_all"):
         return kept
     layer.keeps_all = False
     return kept.within(layer.sliding_window - 1)
@@ -278,7 +318,12 @@ def _with_a_length(cache: Cache) -> Cache:
 
 
 def _kept(
-    model: PreTrainedModel, place: Place, tensors: tuple[Tensor, Tensor], *, is_only: bool
+    model: PreTrainedModel,
+    place: Place,
+    tensors: tuple[Tensor, Tensor],
+    rooms: tuple[int | None, int | None],
+    *,
+    is_only: bool,
 ) -> KeptTensor:
     """Returns what is known of a tensor by what two runs have left of it.
 
@@ -288,12 +333,13 @@ def _kept(
     symbols = dict(zip(zip(*_RUNS, strict=True), (BATCH, PAST), strict=True))
     sizes = list(zip(*(tensor.shape for tensor in tensors), strict=True))
     shape = tuple(symbols.get(pair, pair[0]) for pair in sizes)
+    is_written = rooms in sizes
     reason = ""
     if BATCH not in shape:
         reason = "which has no batch"
-    elif any(pair[0] != pair[1] and pair not in symbols for pair in sizes):
+    elif any(pair[0] != pair[1] and pair not in {rooms, *symbols} for pair in sizes):
         reason = "whose length is not the number of tokens"
-    elif PAST not in shape and attribute not in _STATES:
+    elif PAST not in shape and not is_written and attribute not in _STATES:
         reason = "which may begin with other numbers than zeros"
     if reason:
         raise ValueError(
@@ -301,7 +347,7 @@ def _kept(
             "use task text-generation"
         )
     role = attribute.removesuffix("s") + ("" if is_only else f".{place[3]}")
-    return KeptTensor(layer, role, shape, tensors[0].dtype, place)
+    return KeptTensor(layer, role, shape, tensors[0].dtype, place, is_written=is_written)
 
 
 # --- Places ---

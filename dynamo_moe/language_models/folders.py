@@ -200,7 +200,7 @@ def genai_cache(model: PreTrainedModel, cache: ModelCache | None) -> ModelCache:
             raise ValueError(
                 "onnxruntime-genai keeps all tokens in all layers: leave out bounded_windows"
             )
-        if kept.role not in ("key", "value") or not kept.grows:
+        if kept.role not in ("key", "value") or not kept.holds_tokens:
             raise ValueError(
                 f"onnxruntime-genai keeps keys and values alone, but layer {kept.layer} of {name} "
                 f"keeps {kept.role} too: dynamo_moe.generate runs its file"

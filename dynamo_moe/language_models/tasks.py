@@ -18,13 +18,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries, model_parts
-from dynamo_moe.files.cache_entries import SEQUENCE, TOTAL
+from dynamo_moe.files.cache_entries import PAST_LENGTH, SEQUENCE, TOTAL
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import FILES, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
@@ -39,6 +40,7 @@ from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
+from dynamo_moe.tracing import cache_writes
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
@@ -55,6 +57,8 @@ Role = Literal["text-generation-with-past", "text-generation", "feature-extracti
 # B, S and P of the cases that a file is verified with.
 # The last is longer than the chunks in which linear attention is computed.
 _VERIFIED = ((1, 5, 0), (3, 1, 6), (2, 4, 3), (2, 33, 0), (2, 2, 40), (1, 130, 0))
+# Of those with a cache, the tokens of the last row that are padding.
+_PADDING = {2: 2, 4: 3}
 # What a file of a role gives first.
 _RESULTS: dict[Role, str] = {
     "text-generation-with-past": "logits",
@@ -76,6 +80,7 @@ def export_language_model(
     folder: FolderFormat | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     bounded_windows: bool = False,
+    cache_length: int | None = None,
     **options: Any,
 ) -> ExportReport:
     """Exports a language model of transformers, after :func:`convert`. B, S and P are symbolic.
@@ -110,6 +115,13 @@ def export_language_model(
             caches stop growing; their length is then another one than that of other layers, which
             runtimes such as onnxruntime-genai do not take. Otherwise they keep all, and a mask
             hides those before the window.
+        cache_length: Keys and values have room for this many tokens, L, from the beginning, and do
+            not grow: ``past_key_values.0.key`` and ``present.0.key`` are ``[B, G, L, C]``, and may
+            be one buffer, into which TensorScatter writes new tokens; TensorRT updates it in place.
+            Then ``attention_mask`` is ``[B, L]``, 0 also for tokens to come, and another input,
+            ``past_sequence_length`` ``[1]`` int64, is P. Shapes stay the same from token to token.
+            It needs opset 24, the default then, and keys and values in all layers. Not with target
+            ``onnxruntime``, which has ``shared_cache``.
         folder: A folder that a runtime opens, in place of a file alone: ``genai``, with what
             onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
@@ -126,7 +138,8 @@ def export_language_model(
             cache holds what a file cannot keep, such as blocks of tokens, or states that do not
             begin with zeros, which only weights with values show; if the task is
             ``image-text-to-text`` and the model sees no pictures, or is more than the three parts;
-            if ``folder`` is unknown, or its runtime cannot run the file.
+            if ``folder`` is unknown, or its runtime cannot run the file; if ``cache_length`` is
+            too small for the example, or does not go with the other options or the model's cache.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
@@ -134,11 +147,14 @@ def export_language_model(
     if options.get("ranks") is not None and (folder is not None or task == "image-text-to-text"):
         what = f"task {task!r}" if folder is None else f"a folder for {folder!r}"
         raise ValueError(f"{what} has files for one device: it takes no ranks")
+    if cache_length is not None:
+        _check_cache_length(cache_length, task, folder, options, bounded_windows=bounded_windows)
+        options.setdefault("opset", cache_writes.OPSET)
     check_folder(path, folder, links=options.get("link_weights", False))
     if task == "image-text-to-text":
         return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
     role: Role = task
-    with performing(model, role, bounded_windows=bounded_windows):
+    with performing(model, role, bounded_windows=bounded_windows, cache_length=cache_length):
         _check_beginning(model)
         if folder is None:
             return _export(model, path, role, options)
@@ -162,6 +178,31 @@ def export_language_model(
         )
         size = sum(file.stat().st_size for file in files)
         return replace(report, files=tuple(files), file_bytes=size, notes=(*report.notes, *notes))
+
+
+def _check_cache_length(
+    length: int,
+    task: Task,
+    folder: FolderFormat | None,
+    options: dict[str, Any],
+    *,
+    bounded_windows: bool,
+) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"cache_length must be an integer of at least 1, got {length!r}")
+    reason = ""
+    if task != "text-generation-with-past":
+        reason = f"task text-generation-with-past, got {task!r}"
+    elif folder is not None:
+        reason = f"a file alone: no runtime that opens a folder for {folder!r} is known to take it"
+    elif (target := TARGETS.get(options.get("target", ""))) and target.takes_attention:
+        reason = f"a target without an attention of its own: {target.name!r} has shared_cache"
+    elif bounded_windows:
+        reason = "all tokens in all layers, without bounded_windows"
+    elif (options.get("opset") or cache_writes.OPSET) < cache_writes.OPSET:
+        reason = f"an opset of at least {cache_writes.OPSET}, got {options['opset']}"
+    if reason:
+        raise ValueError(f"cache_length needs {reason}")
 
 
 def _export_parts(
@@ -214,7 +255,9 @@ def _export(
         inputs, outputs = parts.names(case, outputs[0])
     if cache is not None:
         entries = [kept.entry() for kept in cache.tensors]
-        dynamic["attention_mask"] = {1: TOTAL}
+        dynamic["attention_mask"] = {1: TOTAL if cache.length is None else None}
+        if cache.length is not None:
+            dynamic[PAST_LENGTH] = {0: None}
         dynamic["past_key_values"] = [
             tuple(
                 {axis: size for axis, size in enumerate(kept.shape) if isinstance(size, str)}
@@ -224,7 +267,7 @@ def _export(
         ]
         inputs = [*inputs[:-1], *(entry.input for entry in entries)]
         outputs += [entry.output for entry in entries]
-        if not cache.is_plain:
+        if not cache.is_plain or cache.length is not None:
             metadata[cache_entries.KEY] = cache_entries.dumps(entries)
     return export(
         model,
@@ -241,13 +284,18 @@ def _export(
 
 @contextlib.contextmanager
 def performing(
-    model: PreTrainedModel, role: Role, *, bounded_windows: bool = False
+    model: PreTrainedModel,
+    role: Role,
+    *,
+    bounded_windows: bool = False,
+    cache_length: int | None = None,
 ) -> Iterator[None]:
     """Inside the context, the model's forward takes and returns what its file for a role does.
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
     past_key_values)``, with a tuple of tensors, such as (keys, values), for each layer that keeps
-    some; it returns (logits, list of such tuples). For the other tasks of one file
+    some; it returns (logits, list of such tuples). With ``cache_length``, another argument is in
+    front of ``past_key_values``: ``past_sequence_length``. For the other tasks of one file
     ``forward(input_ids, attention_mask)`` returns one tensor; the parts of ``image-text-to-text``
     take and return what their files do. Contexts of one role may overlap, also in several threads;
     the last to end restores the forward.
@@ -260,12 +308,12 @@ def performing(
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {role!r}")
     with _REPLACING:
         performed: Any = model.forward
-        form = role, bounded_windows
+        form = role, bounded_windows, cache_length
         if getattr(performed, "form", None) != form:
             if role in FILES:
                 performed = _part(model, role, bounded_windows=bounded_windows)
             elif role == "text-generation-with-past":
-                performed = _with_past(model, bounded_windows=bounded_windows)
+                performed = _with_past(model, bounded_windows, cache_length)
             else:
                 performed = _without_past(model, _RESULTS[role])
             performed.form, performed.contexts = form, 0
@@ -295,7 +343,8 @@ def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
             return part
     if list(inputs[:2]) != ["input_ids", "attention_mask"] or not outputs:
         return None
-    past = [name.removeprefix("past_key_values.") for name in inputs[2:]]
+    kept = inputs[3:] if list(inputs[2:3]) == [PAST_LENGTH] else inputs[2:]
+    past = [name.removeprefix("past_key_values.") for name in kept]
     if past and list(outputs[1:]) == [f"present.{name}" for name in past]:
         return "text-generation-with-past" if outputs[0] == "logits" else None
     if len(inputs) != 2 or len(outputs) != 1:
@@ -315,43 +364,40 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
         model: The model.
         one_goes_on: Whether a file takes several tokens after others of one sequence alone.
     """
-    parts = _parts_of(model)
-    if parts is not None and _cache_of(model) is None:
+    parts, cache = _parts_of(model), _cache_of(model)
+    if parts is not None and cache is None:
         return [DrawnCase(case) for case in parts.cases()]
     _check_beginning(model)
-    alone = [one_goes_on and new > 1 and past > 0 for _, new, past in _VERIFIED]
-    cases = [
-        example_case(model, 1 if only else sizes[0], *sizes[1:])
-        for sizes, only in zip(_VERIFIED, alone, strict=True)
-    ]
-    masks = [case["attention_mask"] for case in cases]
-    cache = _cache_of(model)
-    if cache is not None:
-        masks[2][-1, :2] = masks[4][-1, :3] = 0
-    else:
-        masks[3][0, :30] = masks[3][1, 20:] = 0
-    if cache is not None and not cache.is_plain:
-        for case in cases:
-            case["past_key_values"] = _past_of(model, cache, case)
-    return [
-        DrawnCase(
-            case,
-            optional=number > 2,
-            kept=case["attention_mask"][:, -next(iter(case.values())).shape[1] :] == 1,
-        )
-        for number, case in enumerate(cases)
-    ]
+    drawn = []
+    for number, (batch, new, past) in enumerate(_VERIFIED):
+        if cache is None:
+            case = example_case(model, batch, new)
+            if number == 3:
+                case["attention_mask"][0, :30] = case["attention_mask"][1, 20:] = 0
+            first = 0
+        else:
+            if cache.length is not None and past + new > cache.length:
+                continue
+            only = one_goes_on and new > 1 and past > 0
+            case = example_case(model, 1 if only else batch, new, past)
+            case["attention_mask"][-1, : _PADDING.get(number, 0)] = 0
+            if not cache.is_plain:
+                case["past_key_values"] = _past_of(model, cache, case, past)
+            first = past
+        kept = case["attention_mask"][:, first : first + new] == 1
+        drawn.append(DrawnCase(case, optional=number > 2, kept=kept))
+    return drawn
 
 
-def _past_of(model: PreTrainedModel, cache: ModelCache, case: dict[str, Any]) -> Past:
+def _past_of(model: PreTrainedModel, cache: ModelCache, case: dict[str, Any], past: int) -> Past:
     """Returns what a model keeps of random tokens before a case's own."""
-    mask = case["attention_mask"][:, : -next(iter(case.values())).shape[1]]
-    past = cache.empty(len(mask))
-    if not mask.shape[1]:
-        return past
-    prompt = example_case(model, len(mask), mask.shape[1], 0)
+    mask = case["attention_mask"][:, :past]
+    empty = cache.empty(len(mask))
+    if not past:
+        return empty
+    prompt = example_case(model, len(mask), past, 0)
     with evaluating(model), torch.no_grad():
-        given = {"attention_mask": mask, "past_key_values": past}
+        given = {"attention_mask": mask, "past_key_values": empty}
         kept: Past = model.forward(**prompt | given)[1]
     return kept
 
@@ -373,11 +419,19 @@ def example_case(
     if parts is not None and cache is None:
         return parts.case()
     cached = 0 if cache is None else cached
+    if cache is not None and cache.length is not None:
+        cached = min(cached, cache.length - new)
+        if cached < 0:
+            raise ValueError(f"cache_length must be at least {new}, got {cache.length}")
     vocabulary = model.config.get_text_config().vocab_size
     case: dict[str, Any] = {
         "input_ids": torch.randint(vocabulary, (batch, new), generator=generator),
         "attention_mask": torch.ones(batch, cached + new, dtype=torch.int64),
     }
+    if cache is not None and cache.length is not None:
+        after = cache.length - cached - new
+        case["attention_mask"] = F.pad(case["attention_mask"], (0, after))
+        case[PAST_LENGTH] = torch.tensor([cached])
     if parts is not None:
         case = parts.decoder_case(case)
     if cache is not None:
@@ -408,7 +462,9 @@ def _check_beginning(model: PreTrainedModel) -> None:
         ValueError: If the model computes something else without a cache.
     """
     cache = _cache_of(model)
-    if cache is None or all(kept.grows for kept in cache.tensors) or not _has_values(model):
+    if cache is None or not _has_values(model):
+        return
+    if all(kept.holds_tokens for kept in cache.tensors):
         return
     case = example_case(model, 1, 5, 0)
     forward: Any = model.forward
@@ -431,40 +487,69 @@ def _has_values(model: PreTrainedModel) -> bool:
 
 
 def _with_past(
-    model: PreTrainedModel, *, bounded_windows: bool, parts: Parts | None = None
+    model: PreTrainedModel,
+    bounded_windows: bool,
+    cache_length: int | None = None,
+    parts: Parts | None = None,
 ) -> Callable[..., Any]:
-    cache = ModelCache(model, bounded_windows=bounded_windows)
+    cache = ModelCache(model, bounded_windows=bounded_windows, length=cache_length)
     original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
-    def computed(tokens: dict[str, Tensor], attention_mask: Tensor, **options: Any) -> Tensor:
+    def computed(
+        tokens: dict[str, Tensor],
+        attention_mask: Tensor,
+        past_length: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         if takes_positions:
             # As generate() does: padding on the left does not count. These are the tokens before.
             positions = attention_mask.cumsum(-1) - attention_mask
             (new,) = tokens.values()
-            options.setdefault("position_ids", positions[:, -new.shape[1] :])
+            if past_length is None:
+                positions = positions[:, -new.shape[1] :]
+            else:
+                steps = torch.arange(new.shape[1], device=new.device)
+                positions = positions.index_select(1, past_length + steps)
+            options.setdefault("position_ids", positions)
         logits: Tensor = original(**tokens, attention_mask=attention_mask, **options).logits
         return logits
 
     def gone_on(
-        tokens: dict[str, Tensor], attention_mask: Tensor, past_key_values: Past, **options: Any
+        tokens: dict[str, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Past,
+        past_length: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         (new,) = tokens.values()
-        filled = cache.filled(past_key_values, attention_mask.shape[1] - new.shape[1])
+        before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
+        filled = cache.filled(past_key_values, before)
         options |= {"past_key_values": filled, "use_cache": True}
         with exportable_models():  # Some recurrences of transformers cannot go on from a state.
-            logits = computed(tokens, attention_mask, **options)
+            logits = computed(tokens, attention_mask, past_length, **options)
         return logits, cache.held(filled)
 
-    def forward(
+    def growing(
         input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         return gone_on({"input_ids": input_ids}, attention_mask, past_key_values)
 
+    def with_room(
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        past_sequence_length: Tensor,
+        past_key_values: Past,
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        tokens = {"input_ids": input_ids}
+        return gone_on(tokens, attention_mask, past_key_values, past_sequence_length)
+
     def alone(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return computed({"input_ids": input_ids}, attention_mask, use_cache=False)
 
-    performed: Any = forward if parts is None else parts.decoding(gone_on)
+    performed: Any = growing if cache_length is None else with_room
+    if parts is not None:
+        performed = parts.decoding(gone_on)
     performed.alone = alone if parts is None else parts.decoding(computed, use_cache=False)
     performed.cache = cache
     replacement: Callable[..., Any] = performed
@@ -474,7 +559,7 @@ def _with_past(
 def _part(model: PreTrainedModel, part: PartName, *, bounded_windows: bool) -> Callable[..., Any]:
     parts = Parts(model, part)
     if part == "decoder":
-        performed: Any = _with_past(model, bounded_windows=bounded_windows, parts=parts)
+        performed: Any = _with_past(model, bounded_windows, parts=parts)
     else:
         performed = parts.performed()
         performed.unused = parts.decoder  # An export does not warn of its experts.

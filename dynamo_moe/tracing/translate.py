@@ -26,7 +26,7 @@ from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.private import exporter, tracer
 from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import attention, shortcuts, size_arithmetic
+from dynamo_moe.tracing import attention, cache_writes, shortcuts, size_arithmetic
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
@@ -36,6 +36,7 @@ from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 _LOG = logging.getLogger(__name__)
 
+_TRANSLATIONS = {**attention.TRANSLATIONS, **cache_writes.TRANSLATIONS}
 _TAKES_OVER = (
     "torch.onnx.export traced the whole program again to translate it, which takes several times "
     "as long"
@@ -113,7 +114,7 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
         verbose=False,
         optimize=False,
         opset_version=opset,
-        custom_translation_table={**onnx_translation_table(), **attention.TRANSLATIONS},
+        custom_translation_table={**onnx_translation_table(), **_TRANSLATIONS},
     )
     if onnx_program is None:  # The type allows it; with dynamo=True it never happens.
         raise torch.onnx.OnnxExporterError("torch.onnx.export returned no program")
@@ -182,7 +183,7 @@ def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
     for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
-    for target, translation in {**size_arithmetic.TRANSLATIONS, **attention.TRANSLATIONS}.items():
+    for target, translation in {**size_arithmetic.TRANSLATIONS, **_TRANSLATIONS}.items():
         registry.register_op(target, translation, is_complex=False)
     return registry, exporter.decomposition_table(registry)
 

@@ -208,10 +208,12 @@ def _trials(
     if role is not None:
         metadata = {entry.key: entry.value for entry in proto.metadata_props}
         caches = cache_entries.loads(metadata.get(cache_entries.KEY, "[]"))
-        bounded = any(cache.window is not None for cache in caches)
+        form: dict[str, Any] = {
+            "bounded_windows": any(cache.window is not None for cache in caches),
+            "cache_length": next((cache.room for cache in caches if cache.room), None),
+        }
         for model in models:
-            performing = language_models.performing(model, role, bounded_windows=bounded)
-            stack.enter_context(performing)
+            stack.enter_context(language_models.performing(model, role, **form))
     if inputs is not None:
         return [_Trial(case) for case in _checked(inputs)]
     if role is None:

@@ -49,6 +49,20 @@ def test_quantized_experts() -> None:
         assert message in result.stderr
 
 
+def test_a_cache_of_a_fixed_length(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    language_model("qwen3_moe").save_pretrained(folder)
+    options = ("--cache-length", "40", "--verify", "--json", "-q")
+    result = run("export", folder, "m.onnx", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["verification"]["passed"]
+    assert report["nodes"]["TensorScatter"] == 4
+    result = run("export", folder, "m.onnx", *options, "--target", "onnxruntime")
+    assert result.exit_code == 1
+    assert "'onnxruntime' has shared_cache" in " ".join(result.stderr.split())
+
+
 def test_quantized_linear_layers(tmp_path: Path) -> None:
     """The head only where it is not ignored."""
     folder = str(tmp_path / "checkpoint")

@@ -292,23 +292,19 @@ def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
     assert stored.program.to_dict() == program.to_dict()
 
 
-def test_an_engine_that_writes_text(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"), [("lfm2_moe", {}), ("qwen3_moe", {"cache_length": 64})]
+)
+def test_an_engine_that_writes_text(name, options, tmp_path):
     """examples/run_engine's script: a profile without past tokens, and one of single tokens."""
-    model: Any = ARCHITECTURES["lfm2_moe"].build()
+    model: Any = ARCHITECTURES[name].build()
     dynamo_moe.convert(model)
-    dynamo_moe.export_language_model(model, tmp_path / "model.onnx", target="dense")
+    dynamo_moe.export_language_model(model, tmp_path / "model.onnx", target="dense", **options)
+    script = ROOT / "examples/run_engine/build_text_engine.py"
+    files = (tmp_path / "model.onnx", tmp_path / "model.engine")
+    sizes = ("--arch", "sm_89", "--batch", "4", "--prompt", "32", "--length", "64")
     done = subprocess.run(
-        [
-            *(sys.executable, ROOT / "examples/run_engine/build_text_engine.py"),
-            *(
-                tmp_path / "model.onnx",
-                tmp_path / "model.engine",
-                "--arch",
-                "sm_89",
-                "--batch",
-                "4",
-            ),
-        ],
+        [sys.executable, script, *files, *sizes],
         env=environment(RTX),
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dynamo_moe
+import fake_tensorrt
 import trt_plugin
 from dynamo_moe.models import swin_moe_digits
 from fake_tensorrt import run
@@ -71,6 +72,19 @@ def test_inputs_stay_where_they_are_if_they_are_aligned(runner):
     # On the inputs' device, and its stream.
     assert set(runner.entered) == {a.device}
     assert context.streams == [(7, a.device)]
+
+
+def test_what_an_engine_updates_in_place_is_the_input(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake_tensorrt.Engine, "aliases", {"y": "b"})
+    runner = trt_plugin.Runner(tmp_path / "model.engine")
+    a, b = aligned(8), aligned(8)
+    result = runner(a=a, b=b)
+    addresses = runner._context.addresses
+    assert addresses["y"] == addresses["b"] == b.data_ptr() == result["y"].data_ptr()
+    # A copy is updated where the input had to be copied.
+    apart = aligned(8, offset=64)
+    result = runner(a=a, b=apart)
+    assert addresses["y"] == addresses["b"] == result["y"].data_ptr() != apart.data_ptr()
 
 
 def test_a_prepared_run_only_enqueues(runner):

@@ -111,6 +111,10 @@ class Runner:
         modes = {name: self._engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
         self.outputs = [name for name in names if modes[name] == trt.TensorIOMode.OUTPUT]
+        # TensorRT 10 before its caches has no such question.
+        input_of = getattr(self._engine, "get_aliased_input_tensor", lambda _: None)
+        aliases = {name: input_of(name) for name in self.outputs}
+        self._updated = {output: name for output, name in aliases.items() if name}
 
     def save_runtime_cache(self) -> None:
         """Writes what TensorRT for RTX has compiled so far, for the next :class:`Runner`.
@@ -145,7 +149,8 @@ class Runner:
                 that are not contiguous, or do not begin at a multiple of 256 bytes, are copied.
 
         Returns:
-            The outputs by name.
+            The outputs by name. One that the engine updates in place, such as a cache of a fixed
+            length, is the input itself, or its copy where it was copied.
 
         Raises:
             EngineError: If TensorRT refuses a shape, or fails.
@@ -224,7 +229,7 @@ class Runner:
 
         if self._engine.num_optimization_profiles > 1:
             self._select_profile(tensors, torch.cuda.current_stream(device).cuda_stream)
-        bound = []
+        bound = {}
         for name, tensor in tensors.items():
             aligned = tensor.contiguous()
             if aligned.data_ptr() % _ALIGNMENT:
@@ -235,13 +240,16 @@ class Runner:
                     f"{self._log.text()}"
                 )
             self._context.set_tensor_address(name, aligned.data_ptr())
-            bound.append(aligned)
+            bound[name] = aligned
         results = {}
         for name in self.outputs:
-            shape = tuple(self._context.get_tensor_shape(name))
-            results[name] = torch.empty(shape, dtype=self.dtype(name), device=device)
+            if name in self._updated:
+                results[name] = bound[self._updated[name]]
+            else:
+                shape = tuple(self._context.get_tensor_shape(name))
+                results[name] = torch.empty(shape, dtype=self.dtype(name), device=device)
             self._context.set_tensor_address(name, results[name].data_ptr())
-        return results, bound
+        return results, [*bound.values()]
 
     def _create_context(self) -> Any:
         if self._cache_path is None:
