@@ -24,7 +24,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries, model_parts
-from dynamo_moe.files.cache_entries import SEQUENCE, TOTAL
+from dynamo_moe.files.cache_entries import SEQUENCE, TOTAL, CacheEntry
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import FILES, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
@@ -38,6 +38,7 @@ from dynamo_moe.language_models.folders import (
 from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.restoring import state_kept
+from dynamo_moe.sharding import Plan, sharded
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -115,8 +116,9 @@ def export_language_model(
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
         tokenizer: The model's tokenizer, for the folder; None: that of its checkpoint's folder.
         options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
-            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``progress``
-            and ``profile`` of :func:`export`; no ``ranks`` with a folder.
+            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``plan``,
+            ``progress`` and ``profile`` of :func:`export`; no ``ranks`` with a folder. With plan
+            ``experts+heads`` each rank's file has its own heads of keys and values, G / ranks.
 
     Returns:
         What was written.
@@ -138,6 +140,9 @@ def export_language_model(
     if task == "image-text-to-text":
         return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
     role: Role = task
+    if role == "text-generation-with-past" and options.get("ranks") is not None:
+        plan = options.get("plan", "experts")
+        options["split_axes"] = _split_axes(model, options["ranks"], plan, bounded_windows)
     with performing(model, role, bounded_windows=bounded_windows):
         _check_beginning(model)
         if folder is None:
@@ -199,6 +204,24 @@ def _export_parts(
     )
 
 
+def _split_axes(
+    model: PreTrainedModel, ranks: int, plan: Plan, bounded_windows: bool
+) -> dict[str, int]:
+    """Returns the axis of each of a cache's tensors of which a rank keeps a share."""
+    if plan == "experts":
+        return {}
+    whole = ModelCache(model, bounded_windows=bounded_windows)
+    with sharded(model, 0, ranks, plan):
+        local = ModelCache(model, bounded_windows=bounded_windows)
+    axes: dict[str, int] = {}
+    for kept, of_rank in zip(whole.tensors, local.tensors, strict=True):
+        for axis, (size, share) in enumerate(zip(kept.shape, of_rank.shape, strict=True)):
+            if size != share:
+                entry = kept.entry()
+                axes |= {entry.input: axis, entry.output: axis}
+    return axes
+
+
 def _export(
     model: PreTrainedModel, path: str | os.PathLike[str], role: Role, options: dict[str, Any]
 ) -> ExportReport:
@@ -225,7 +248,8 @@ def _export(
         inputs = [*inputs[:-1], *(entry.input for entry in entries)]
         outputs += [entry.output for entry in entries]
         if not cache.is_plain:
-            metadata[cache_entries.KEY] = cache_entries.dumps(entries)
+            shares = [_share(entry, options) for entry in entries]
+            metadata[cache_entries.KEY] = cache_entries.dumps(shares)
     return export(
         model,
         (),
@@ -237,6 +261,15 @@ def _export(
         metadata_props=metadata,
         **options,
     )
+
+
+def _share(entry: CacheEntry, options: dict[str, Any]) -> CacheEntry:
+    """Returns what a rank keeps of a tensor of a cache."""
+    split = options.get("split_axes", {}).get(entry.input)
+    shape = (
+        size // options["ranks"] if axis == split else size for axis, size in enumerate(entry.shape)
+    )
+    return replace(entry, shape=tuple(shape))
 
 
 @contextlib.contextmanager
