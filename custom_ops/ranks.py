@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from custom_ops._library import LIBRARY
 
@@ -58,6 +59,20 @@ def copy_to_ranks(x: Tensor, group: str) -> Tensor:
         return x
     copied: Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return copied
+
+
+def sum_gradient_over_ranks(parameter: Tensor, group: str) -> RemovableHandle:
+    """Lets a parameter that all ranks have get the sum of their gradients.
+
+    Each rank computes a part from it alone, so no rank has more than a part of its gradient.
+
+    Returns:
+        What takes it back.
+    """
+    handle: RemovableHandle = parameter.register_hook(
+        lambda gradient: _all_reduced(gradient.contiguous(), group)
+    )
+    return handle
 
 
 class _CopyToRanks(torch.autograd.Function):

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import onnx.defs
@@ -39,7 +40,7 @@ from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
-from dynamo_moe.sharding import sharded
+from dynamo_moe.sharding import Plan, check_plan, sharded
 from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture, without_constants
@@ -58,6 +59,9 @@ from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
 MIN_OPSET = 18
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a model."""
 
 RepeatedBlocks = Literal["auto", "off"]
 """What becomes of blocks that repeat."""
@@ -87,6 +91,8 @@ def export(
     layers_as_functions: bool = False,
     repeated_blocks: RepeatedBlocks = "auto",
     ranks: int | None = None,
+    plan: Plan = "experts",
+    split_axes: Mapping[str, int] | None = None,
     metadata_props: Mapping[str, str] | None = None,
     progress: bool | Progress = False,
     profile: bool = False,
@@ -158,6 +164,11 @@ def export(
             experts and all else: the devices compute one layer together, and sum their parts by the
             runtime's own collective. No process group is needed, nor more than one process. None:
             one file, for one device.
+        plan: With ``ranks``, what is split beside the experts, as for :func:`shard`.
+        split_axes: With ``ranks`` and plan ``experts+heads``, inputs and outputs of which each rank
+            has an equal share, and the axis of it, such as 1 for keys and values of a cache by
+            heads. The example is the whole model's. It needs the names of both;
+            :func:`export_language_model` gives them itself.
         metadata_props: Further entries of the file's metadata.
         progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
             called at the beginning of each phase with its name, 0 and 0, and while weights are
@@ -202,6 +213,8 @@ def export(
         raise ValueError(f"repeated_blocks must be 'auto' or 'off', got {repeated_blocks!r}")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise ValueError(f"ranks must be an integer of at least 1, got {ranks!r}")
+    check_plan(plan)
+    _check_split(split_axes, plan, ranks, input_names, output_names)
     for file in [path] if ranks is None else [rank_path(path, rank) for rank in range(ranks)]:
         model_files.check_destination(file)
     if isinstance(args, torch.Tensor):
@@ -225,16 +238,17 @@ def export(
             fuse,
             shared_cache,
             metadata_props or {},
+            split_axes=split_axes or {},
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
 
-            def write(form: _Form, file: Path) -> _Written:
+            def write(form: _Form, file: Path, arguments: _Arguments) -> _Written:
                 return _write(model, arguments, dynamic_shapes, form, file, external_data)
 
             if ranks is None:
-                written = [write(form, path)]
+                written = [write(form, path, arguments)]
             else:
-                written = _write_ranks(write, model, form, path, ranks)
+                written = _write_ranks(write, model, arguments, form, path, (ranks, plan))
     # A module that calls torch.ops.moe itself needs no conversion.
     first = written[0]
     layers = first.layers
@@ -286,6 +300,7 @@ class _Form(NamedTuple):
     metadata_props: Mapping[str, str]
     of_ranks: str = ""
     """A number that the files of all ranks share."""
+    split_axes: Mapping[str, int] = MappingProxyType({})
 
 
 class _Written(NamedTuple):
@@ -299,21 +314,63 @@ class _Written(NamedTuple):
     notes: list[str]
 
 
+def _check_split(
+    split_axes: Mapping[str, int] | None,
+    plan: Plan,
+    ranks: int | None,
+    *names: Sequence[str] | None,
+) -> None:
+    if plan != "experts" and ranks is None:
+        raise ValueError(f"plan {plan!r} is one of files for several devices: it needs ranks")
+    if not split_axes:
+        return
+    if plan == "experts" or None in names:
+        raise ValueError(
+            "split_axes needs plan 'experts+heads', and the names of inputs and outputs"
+        )
+    unknown = split_axes.keys() - {name for each in names for name in each or ()}
+    if unknown:
+        raise ValueError(f"split_axes has {sorted(unknown)}, which no input or output is called")
+
+
+def _share_of_example(arguments: _Arguments, form: _Form, rank: int, ranks: int) -> _Arguments:
+    """Returns a rank's share of the example's tensors."""
+    names = iter(form.input_names or ())
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        name = next(names, "")
+        axis = form.split_axes.get(name)
+        if axis is None:
+            return tensor
+        size, more = divmod(tensor.shape[axis], ranks)
+        if more:
+            raise ValueError(
+                f"{name!r} has {tensor.shape[axis]} values along axis {axis}, no multiple of the "
+                f"{ranks} ranks"
+            )
+        return tensor.narrow(axis, rank * size, size)
+
+    shared: _Arguments = pytree.tree_map_only(torch.Tensor, share, arguments)
+    return shared
+
+
 def _write_ranks(
-    write: Callable[[_Form, Path], _Written],
+    write: Callable[[_Form, Path, _Arguments], _Written],
     model: torch.nn.Module,
+    arguments: _Arguments,
     form: _Form,
     path: Path,
-    ranks: int,
+    split: tuple[int, Plan],
 ) -> list[_Written]:
     """Writes a file for each rank, which take their places once all are written."""
+    ranks, plan = split
     form = form._replace(of_ranks=uuid.uuid4().hex)
     written: list[_Written] = []
     try:
         for rank in range(ranks):
             part = path.with_name(f".{rank_path(path, rank).name}")
-            with sharded(model, rank, ranks):
-                written.append(write(form, part))
+            with sharded(model, rank, ranks, plan):
+                written.append(write(form, part, _share_of_example(arguments, form, rank, ranks)))
         return [
             each._replace(files=model_files.rename_model(each.files, rank_path(path, rank)))
             for rank, each in enumerate(written)
@@ -340,7 +397,7 @@ def _write(
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
-        rank_files.store(model_ir, model, form.of_ranks)
+        rank_files.store(model_ir, model, form.of_ranks, form.split_axes)
         file_form.store_linear(model_ir, model)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

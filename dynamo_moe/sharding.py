@@ -5,7 +5,7 @@ Legend: E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.ranks import ALONE
-from dynamo_moe import local_experts, packed_experts
+from dynamo_moe import local_experts, packed_experts, tensor_parallel
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.conversion.packing import (
     converted_layers,
@@ -29,9 +29,10 @@ from dynamo_moe.json_values import json_values
 from dynamo_moe.local_experts import LocalExperts, PlainExperts
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts
+from dynamo_moe.tensor_parallel import Split
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
-Plan = Literal["experts"]
+Plan = Literal["experts", "experts+heads"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class ShardReport:
         rank: The rank, in ``0..ranks-1``.
         ranks: The size of the group.
         layers: The layers, each with the rank's share.
+        split: The paths of other modules of which it has a share, by the plan.
     """
 
     rank: int
     ranks: int
     layers: tuple[ShardedLayer, ...]
+    split: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
@@ -75,9 +78,10 @@ class ShardReport:
         counts = sorted({(layer.count, layer.total) for layer in self.layers})
         shares = ", ".join(f"{count} of {total}" for count, total in counts)
         size = sum(layer.bytes for layer in self.layers)
+        others = f", and its share of {len(self.split)} other modules" if self.split else ""
         return (
             f"rank {self.rank} of {self.ranks} has {shares} experts of {len(self.layers)} layers: "
-            f"{size:,} bytes"
+            f"{size:,} bytes{others}"
         )
 
 
@@ -89,11 +93,11 @@ def shard(
 ) -> ShardReport:
     """Leaves a converted model the experts of this process's rank, in place.
 
-    Every rank calls it on the same model, and then the model with the same tokens. Routers,
-    attention and shared experts stay whole on all ranks. Each rank routes all tokens, computes
-    those of its own experts, and one all-reduce for each layer sums what the ranks have; no token
-    moves. The results are those of the whole model within the order of the sum, which in half
-    precision rounds each rank's part; gradients are the whole model's, those of replicated
+    Every rank calls it on the same model, and then the model with the same tokens. Routers stay
+    whole on all ranks, and by default all else but the experts. Each rank routes all tokens,
+    computes those of its own experts, and one all-reduce for each layer sums what the ranks have;
+    no token moves. The results are those of the whole model within the order of the sum, which in
+    half precision rounds each rank's part; gradients are the whole model's, those of replicated
     parameters the same on every rank.
 
     The rank's weights are parameters of a module ``local_experts`` within the layer; the others are
@@ -104,7 +108,9 @@ def shard(
             :func:`open_checkpoint`, of which a rank then reads its own experts alone.
         group: The process group, or a mesh of one dimension; None: the default group. E need not be
             a multiple of its size: the first ranks have one expert more.
-        plan: ``experts``: experts are split, all else is replicated.
+        plan: ``experts``: experts are split, all else is replicated. ``experts+heads``: attention
+            is split by heads too, and shared experts and dense layers by columns, as far as
+            ``model.tp_plan`` of transformers says so; a cache then holds the rank's heads alone.
 
     Returns:
         The rank's share.
@@ -112,11 +118,11 @@ def shard(
     Raises:
         ValueError: If there is no layer, a layer is sharded already, experts' weights are shared
             with another layer or not known, this process is not in the group, or the plan is
-            unknown. The model is as it was then.
+            unknown; with ``experts+heads``, if the model has no plan for it, or one with a style
+            that is not known here, or ranks cannot share heads evenly. The model is as it was then.
         RuntimeError: If ``torch.distributed`` is not initialized.
     """
-    if plan not in get_args(Plan):
-        raise ValueError(f"plan must be one of {', '.join(get_args(Plan))}; got {plan!r}")
+    check_plan(plan)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialized: start the processes with torchrun, and call "
@@ -127,13 +133,28 @@ def shard(
     if rank < 0:
         raise ValueError("this process is not in the group")
     place = _Place(rank, members.size(), members.group_name)
+    splits = _splits(model, place, plan)
     # Of the reports alone: the others hold what is released.
     layers = tuple(layer.report() for layer in _replaced(model, place, copies=True))
-    return ShardReport(place.rank, place.ranks, layers)
+    for split in splits:
+        split.install(True)
+    return ShardReport(*place[:2], layers, tuple(split.path for split in splits))
+
+
+def check_plan(plan: str) -> None:
+    """Checks that there is such a plan.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if plan not in get_args(Plan):
+        raise ValueError(f"plan must be one of {', '.join(get_args(Plan))}; got {plan!r}")
 
 
 @contextmanager
-def sharded(model: nn.Module, rank: int, ranks: int) -> Iterator[ShardReport]:
+def sharded(
+    model: nn.Module, rank: int, ranks: int, plan: Plan = "experts"
+) -> Iterator[ShardReport]:
     """Gives a converted model the experts of a rank until the context ends, without the others.
 
     There is no process group: the layers' results are the rank's parts of the sums.
@@ -142,17 +163,26 @@ def sharded(model: nn.Module, rank: int, ranks: int) -> Iterator[ShardReport]:
         model: The model, after :func:`convert`.
         rank: The rank, in ``0..ranks-1``.
         ranks: How many there are, at least 1.
+        plan: As for :func:`shard`.
 
     Raises:
         ValueError: As :func:`shard`, or if ``rank`` is out of range.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
+    check_plan(plan)
+    place = _Place(rank, ranks, ALONE)
+    splits = _splits(model, place, plan)
     replaced: list[_Replaced] = []
+    undo: list[Callable[[], None]] = []
     try:
-        replaced += _replaced(model, _Place(rank, ranks, ALONE), copies=False)
-        yield ShardReport(rank, ranks, tuple(layer.report() for layer in replaced))
+        replaced += _replaced(model, place, copies=False)
+        undo += [split.install(False) for split in splits]
+        layers = tuple(layer.report() for layer in replaced)
+        yield ShardReport(rank, ranks, layers, tuple(split.path for split in splits))
     finally:
+        for each in undo:
+            each()
         for layer in replaced:
             layer.undo()
 
@@ -216,6 +246,14 @@ class _Replaced(NamedTuple):
             self.layer.get_submodule(owner).register_parameter(name, parameter)
         if isinstance(self.layer, ConvertedLayer):
             self.layer.forget_weights()
+
+
+def _splits(model: nn.Module, place: _Place, plan: Plan) -> list[Split]:
+    """Returns what a plan splits beside the experts, and changes nothing."""
+    if plan == "experts":
+        return []
+    local_experts.need_whole(converted_layers(model), "a model is sharded once")
+    return tensor_parallel.splits(model, *place)
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 from rich.text import Text
 
 import trt_plugin
@@ -25,6 +27,7 @@ from dynamo_moe.cli.common import (
     need_file,
     need_triton,
     need_writable,
+    print_json,
     print_report,
     show_bytes,
 )
@@ -66,6 +69,15 @@ def engine(
             help="The file to write. Default: FILE.engine beside FILE.onnx.",
         ),
     ] = None,
+    ranks: Annotated[
+        bool,
+        typer.Option(
+            "--ranks",
+            help="FILE.onnx is the file of any rank, or the name that they were exported by: build "
+            "the engines of all ranks, OUT.rank0.engine and so on. They get their names once all "
+            "are built.",
+        ),
+    ] = False,
     arch: Annotated[
         list[str] | None,
         typer.Option(
@@ -128,12 +140,15 @@ def engine(
     """Build an engine of TensorRT or TensorRT for RTX, whose MoE layers are the plugin."""
     console = Console(stderr=True, quiet=quiet)
     with failures(debug):
-        need_file(file)
-        out = out or file.with_suffix(".engine")
+        sources = _Source.of_ranks(file) if ranks else []
+        if not ranks:
+            need_file(file)
+        outputs = _outputs([source.file for source in sources] or [file], out, ranks=ranks)
         offload = offloading(resident_experts, resident_memory)
         if share_expert_cache and not offload:
             raise UsageError("--share-expert-cache needs --resident-experts or --resident-memory")
-        need_writable(out)
+        for path in outputs:
+            need_writable(path)
         if kernels:
             need_file(kernels)
         try:
@@ -147,38 +162,35 @@ def engine(
         if timing_cache and installed.is_rtx:
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
         installed.check_targets(architectures)
-        source = _Source.read(file)
-        trt_plugin.check_shapes(profiles, source.input_shapes())
-        if not offload:  # Then the file is written anew.
-            source.check_functions()
-        # What is missing is said before the experts' weights are copied.
-        if offload and kernels:
-            _need_kernels(kernels, source, offload)
-        elif offload:
+        if offload and not kernels:
             need_triton()
             architectures = architectures or [_device()]
-        with (
-            _offloaded(source, out, offload, share_expert_cache, console) as (built_of, offloaded),
-            _kernels(source, offload, kernels, architectures, not quiet) as bundle,
-        ):
-            report = trt_plugin.build_engine(
-                built_of,
-                out,
-                profiles,
-                architectures=(architectures or None) if installed.is_rtx or bundle else None,
-                builder=installed.name,
-                kernels=bundle,
-                timing_cache=timing_cache,
-                share_kernels=share_kernels,
-                with_library=with_library,
-                progress=not quiet,
-            )
+        building = _Building(
+            installed,
+            profiles,
+            architectures,
+            kernels,
+            offload,
+            share_expert_cache,
+            timing_cache,
+            share_kernels,
+            with_library,
+            console,
+        )
+        sources = sources or [_Source.read(file)]
+        # What is missing is said before an engine is built, or experts' weights are copied.
+        for source in sources:
+            building.check(source)
+        if ranks:
+            _build_ranks(building, sources, outputs, as_json=as_json)
+            return
+        [path] = outputs
+        report, offloaded = building.build(sources[0], path, path)
         beside = {"offload": offloaded.to_dict()} if offloaded else {}
         print_report(report, as_json=as_json, quiet=quiet, **beside)
         if offloaded and not (as_json or quiet):
             Console().print("", offloaded)
-        text = Text.assemble(f"Wrote {out} ", (f"{report.seconds:.1f} s", "dim"))
-        console.print(text, soft_wrap=True)
+        _print_written(console, outputs, report.seconds)
 
 
 @app.command(
@@ -240,6 +252,56 @@ def plugin_path(debug: Debug = False) -> None:
         typer.echo(trt_plugin.library_path())
 
 
+def _outputs(files: Sequence[Path], out: Path | None, *, ranks: bool) -> list[Path]:
+    """Returns the engine's file for each ONNX file."""
+    if out is None:
+        return [file.with_suffix(".engine") for file in files]
+    if not ranks:
+        return [out]
+    from dynamo_moe.files.rank_files import rank_path
+
+    return [rank_path(out, rank) for rank in range(len(files))]
+
+
+def _build_ranks(
+    building: _Building, sources: Sequence[_Source], outputs: Sequence[Path], *, as_json: bool
+) -> None:
+    """Builds the engines of all ranks, which get their names once the last one is built."""
+    console = building.console
+    built: list[tuple[trt_plugin.EngineReport, OffloadReport | None]] = []
+    try:
+        for source, path in zip(sources, outputs, strict=True):
+            console.print(f"Rank {len(built)} of {len(sources)}: {source.file}", soft_wrap=True)
+            part = path.with_name(f".{path.name}")
+            built.append(building.build(source, part, path))
+    except BaseException:
+        for report, offloaded in built:
+            report.path.unlink()
+            _remove_weights(offloaded)
+        raise
+    table = Table("Rank", "Engine", "Size", "Layers", "Plugins", "Time", box=None, pad_edge=False)
+    named = []
+    for rank, ((of_part, offloaded), path) in enumerate(zip(built, outputs, strict=True)):
+        of_part.path.replace(path)
+        contents = replace(of_part.contents, path=path)
+        report = replace(of_part, path=path, contents=contents)
+        named.append(report.to_dict() | ({"offload": offloaded.to_dict()} if offloaded else {}))
+        counts = report.layers, len(report.plugin_layers)
+        size, time = decimal(contents.bytes), f"{report.seconds:.1f} s"
+        table.add_row(str(rank), Text(str(path)), size, *map(str, counts), time)
+    if as_json:
+        print_json({"ranks": named})
+    elif not console.quiet:
+        Console().print(table)
+    _print_written(console, outputs, sum(report.seconds for report, _ in built))
+
+
+def _print_written(console: Console, paths: Sequence[Path], seconds: float) -> None:
+    names = f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else paths[0]
+    text = Text.assemble(f"Wrote {names} ", (f"{seconds:.1f} s", "dim"))
+    console.print(text, soft_wrap=True)
+
+
 class _Source(NamedTuple):
     """The ONNX file of an engine, which is opened once, and its content without external data."""
 
@@ -251,6 +313,19 @@ class _Source(NamedTuple):
         from dynamo_moe.files.model_files import load_graph
 
         return cls(file, load_graph(file))
+
+    @classmethod
+    def of_ranks(cls, file: Path) -> list[_Source]:
+        """Returns the files of all ranks, given any of them or the name that they have in common.
+
+        Raises:
+            ValueError: If they are not all there, or do not fit each other.
+        """
+        from dynamo_moe.files.rank_files import files_of_ranks, rank_path
+
+        any_file = file if file.exists() else rank_path(file, 0)
+        need_file(any_file)
+        return [cls(path, stored) for path, stored in files_of_ranks(any_file)]
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the inputs; -1 for a symbolic size."""
@@ -287,6 +362,54 @@ class _Source(NamedTuple):
         return offloaded_kernel_layers(self.file, stored=self.stored, **offload)
 
 
+class _Building(NamedTuple):
+    """How engines are built: what the ranks of a model have in common."""
+
+    installed: Any
+    profiles: Any
+    architectures: list[str]
+    kernels: Path | None
+    offload: dict[str, Any] | None
+    share_expert_cache: bool
+    timing_cache: Path | None
+    share_kernels: bool
+    with_library: bool
+    console: Console
+
+    def check(self, source: _Source) -> None:
+        """Checks what can be checked of a file before an engine is built."""
+        trt_plugin.check_shapes(self.profiles, source.input_shapes())
+        if not self.offload:  # Then the file is written anew.
+            source.check_functions()
+        elif self.kernels:
+            _need_kernels(self.kernels, source, self.offload)
+
+    def build(
+        self, source: _Source, out: Path, name: Path
+    ) -> tuple[trt_plugin.EngineReport, OffloadReport | None]:
+        """Builds an engine; ``name`` is the one that it will have, and its weights' file has."""
+        offload, progress = self.offload, not self.console.quiet
+        with (
+            _offloaded(source, name, offload, self.share_expert_cache, self.console) as copied,
+            _kernels(source, offload, self.kernels, self.architectures, progress) as bundle,
+        ):
+            built_of, offloaded = copied
+            named = self.architectures or None
+            report = trt_plugin.build_engine(
+                built_of,
+                out,
+                self.profiles,
+                architectures=named if self.installed.is_rtx or bundle else None,
+                builder=self.installed.name,
+                kernels=bundle,
+                timing_cache=self.timing_cache,
+                share_kernels=self.share_kernels,
+                with_library=self.with_library,
+                progress=progress,
+            )
+        return report, offloaded
+
+
 @contextmanager
 def _offloaded(
     source: _Source, out: Path, options: dict[str, Any] | None, shared: bool, console: Console
@@ -315,12 +438,17 @@ def _offloaded(
             # The copy is gone when a user reads of it: reports and errors name the file.
             yield copy, replace(report, path=file)
         except BaseException as error:
-            if report.weights_file and report.is_weights_file_new:
-                report.weights_file.unlink()
+            _remove_weights(report)
             if isinstance(error, trt_plugin.EngineError):
                 text = str(error).replace(str(copy), str(file))
                 raise trt_plugin.EngineError(text) from error
             raise
+
+
+def _remove_weights(report: OffloadReport | None) -> None:
+    """Removes the weights that were written for an engine that is not built."""
+    if report is not None and report.weights_file and report.is_weights_file_new:
+        report.weights_file.unlink()
 
 
 def _need_kernels(bundle: Path, source: _Source, options: dict[str, Any]) -> None:

@@ -321,6 +321,15 @@ def export(
             rich_help_panel=_FILE,
         ),
     ] = None,
+    plan: Annotated[
+        Literal["experts", "experts+heads"],
+        typer.Option(
+            metavar="PLAN",
+            help="With --ranks, what is split: [cyan]experts[/] alone, or [cyan]experts+heads[/]: "
+            "attention by heads, too, and dense layers by columns, as transformers' plan says.",
+            rich_help_panel=_FILE,
+        ),
+    ] = "experts",
     profile: Annotated[
         bool,
         typer.Option(
@@ -364,6 +373,7 @@ def export(
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile, "fuse": fuse}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
         options |= {"repeated_blocks": repeated_blocks, "ranks": ranks}
+        options["plan"] = _plan(plan, ranks)
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
@@ -461,6 +471,12 @@ def verify(
         report = _verify(console, file, module, [args] if shape and args else None)
         print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
+
+
+def _plan(plan: str, ranks: int | None) -> str:
+    if plan != "experts" and ranks is None:
+        raise UsageError(f"--plan {plan} needs --ranks")
+    return plan
 
 
 def _check_together(*pairs: Mapping[str, Any]) -> None:

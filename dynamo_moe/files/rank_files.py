@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,14 @@ class RankRecord:
         ranks: How many there are.
         layers: The rank's share of each layer, by the layer's path in the PyTorch model.
         export: A number drawn for all files of one export; empty where a file was exported alone.
+        split: Inputs and outputs of which each rank has an equal share, and its axis.
     """
 
     rank: int
     ranks: int
     layers: Mapping[str, Share]
     export: str = ""
+    split: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, strings and numbers, ready for ``json.dumps``."""
@@ -67,13 +69,16 @@ def rank_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
-def store(model: ir.Model, module: nn.Module, export: str = "") -> None:
+def store(
+    model: ir.Model, module: nn.Module, export: str = "", split: Mapping[str, int] | None = None
+) -> None:
     """Writes into a graph's metadata the rank whose experts a module has, if it has a rank's.
 
     Args:
         model: The graph.
         module: The module.
         export: A number that all files of an export share.
+        split: The axis of each input and output of which each rank has a share.
     """
     shares = {
         path: local
@@ -87,7 +92,7 @@ def store(model: ir.Model, module: nn.Module, export: str = "") -> None:
         path: Share(local.share.start, len(local.share), local.total)
         for path, local in shares.items()
     }
-    record = RankRecord(any_share.rank, any_share.ranks, layers, export)
+    record = RankRecord(any_share.rank, any_share.ranks, layers, export, dict(split or {}))
     model.metadata_props[KEY] = json.dumps(record.to_dict())
 
 
@@ -120,7 +125,8 @@ def files_of_ranks(path: str | PathLike[str]) -> list[tuple[Path, onnx.ModelProt
 
     Raises:
         ValueError: If the file is for no rank, is not named after its rank, or the files are not
-            those of one model: ranks, layers, inputs or outputs differ, or experts are missing.
+            those of one model: ranks, layers, inputs or outputs differ, or their shares do, or
+            experts are missing.
         FileNotFoundError: If a rank's file is missing.
     """
     path = Path(path)
@@ -156,6 +162,10 @@ def _check(files: Sequence[tuple[Path, onnx.ModelProto]]) -> None:
         of_all = record_of(of_first)
         if of_all is not None and record.export != of_all.export:
             raise ValueError(f"{path} and {first} were written by different exports")
+        if of_all is not None and record.split != of_all.split:
+            raise ValueError(
+                f"{path} has a share of {dict(record.split)}, and {first} of {dict(of_all.split)}"
+            )
         for kind in ("input", "output"):
             names, others = (
                 _types(getattr(graph, kind)) for graph in (of_first.graph, proto.graph)

@@ -122,7 +122,7 @@ class ModelCache:
         model: PreTrainedModel,
         *,
         bounded_windows: bool = False,
-        length: int | None = None,
+        cache_length: int | None = None,
     ) -> None:
         """Runs a model without values to see what it keeps.
 
@@ -130,7 +130,7 @@ class ModelCache:
             model: The model.
             bounded_windows: Whether layers with a sliding window keep that alone, and not all
                 tokens behind a mask.
-            length: The tokens that it has room for, from the beginning; None: it grows.
+            cache_length: The tokens that it has room for, from the beginning; None: it grows.
 
         Raises:
             ExportError: If the model does not run.
@@ -142,7 +142,7 @@ class ModelCache:
                 f"{type(model).__name__} has an encoder, whose keys and values a file cannot keep: "
                 "use export, with decoder_input_ids"
             )
-        self.length = length
+        self.length = length = cache_length
         # Of two lengths, too, so that tensors show which dimension it is.
         rooms = (None, None) if length is None else (length, length + _MORE_ROOM)
         changes = [_change(bounded_windows=bounded_windows, length=room) for room in rooms]

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries, model_parts
-from dynamo_moe.files.cache_entries import PAST_LENGTH, SEQUENCE, TOTAL
+from dynamo_moe.files.cache_entries import PAST_LENGTH, SEQUENCE, TOTAL, CacheEntry
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import FILES, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
@@ -39,6 +39,7 @@ from dynamo_moe.language_models.folders import (
 from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.restoring import state_kept
+from dynamo_moe.sharding import Plan, sharded
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing import cache_writes
 from dynamo_moe.tracing.exportable_models import exportable_models
@@ -127,8 +128,9 @@ def export_language_model(
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
         tokenizer: The model's tokenizer, for the folder; None: that of its checkpoint's folder.
         options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
-            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``progress``
-            and ``profile`` of :func:`export`; no ``ranks`` with a folder.
+            ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``plan``,
+            ``progress`` and ``profile`` of :func:`export`; no ``ranks`` with a folder. With plan
+            ``experts+heads`` each rank's file has its own heads of keys and values, G / ranks.
 
     Returns:
         What was written.
@@ -154,7 +156,11 @@ def export_language_model(
     if task == "image-text-to-text":
         return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
     role: Role = task
-    with performing(model, role, bounded_windows=bounded_windows, cache_length=cache_length):
+    form: dict[str, Any] = {"bounded_windows": bounded_windows, "cache_length": cache_length}
+    if role == "text-generation-with-past" and options.get("ranks") is not None:
+        plan = options.get("plan", "experts")
+        options["split_axes"] = _split_axes(model, options["ranks"], plan, form)
+    with performing(model, role, **form):
         _check_beginning(model)
         if folder is None:
             return _export(model, path, role, options)
@@ -240,6 +246,24 @@ def _export_parts(
     )
 
 
+def _split_axes(
+    model: PreTrainedModel, ranks: int, plan: Plan, form: Mapping[str, Any]
+) -> dict[str, int]:
+    """Returns the axis of each of a cache's tensors of which a rank keeps a share."""
+    if plan == "experts":
+        return {}
+    whole = ModelCache(model, **form)
+    with sharded(model, 0, ranks, plan):
+        local = ModelCache(model, **form)
+    axes: dict[str, int] = {}
+    for kept, of_rank in zip(whole.tensors, local.tensors, strict=True):
+        for axis, (size, share) in enumerate(zip(kept.shape, of_rank.shape, strict=True)):
+            if size != share:
+                entry = kept.entry()
+                axes |= {entry.input: axis, entry.output: axis}
+    return axes
+
+
 def _export(
     model: PreTrainedModel, path: str | os.PathLike[str], role: Role, options: dict[str, Any]
 ) -> ExportReport:
@@ -268,7 +292,8 @@ def _export(
         inputs = [*inputs[:-1], *(entry.input for entry in entries)]
         outputs += [entry.output for entry in entries]
         if not cache.is_plain or cache.length is not None:
-            metadata[cache_entries.KEY] = cache_entries.dumps(entries)
+            shares = [_share(entry, options) for entry in entries]
+            metadata[cache_entries.KEY] = cache_entries.dumps(shares)
     return export(
         model,
         (),
@@ -280,6 +305,15 @@ def _export(
         metadata_props=metadata,
         **options,
     )
+
+
+def _share(entry: CacheEntry, options: dict[str, Any]) -> CacheEntry:
+    """Returns what a rank keeps of a tensor of a cache."""
+    split = options.get("split_axes", {}).get(entry.input)
+    shape = (
+        size // options["ranks"] if axis == split else size for axis, size in enumerate(entry.shape)
+    )
+    return replace(entry, shape=tuple(shape))
 
 
 @contextlib.contextmanager
@@ -492,7 +526,7 @@ def _with_past(
     cache_length: int | None = None,
     parts: Parts | None = None,
 ) -> Callable[..., Any]:
-    cache = ModelCache(model, bounded_windows=bounded_windows, length=cache_length)
+    cache = ModelCache(model, bounded_windows=bounded_windows, cache_length=cache_length)
     original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from dynamo_moe.files.model_files import subgraphs
+from dynamo_moe.files.rank_files import record_of
 from dynamo_moe.moe_nodes.nodes import SUM_OVER_RANKS
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ALL_REDUCE, TENSORRT_COLLECTIVE
 from dynamo_moe.operators.schemas import is_own_domain
@@ -53,18 +54,22 @@ class Ranks:
         counts = [len(rank.parts) - 1 for rank in self._ranks]
         if len({*counts}) > 1:
             raise ValueError(f"the files of the ranks have different numbers of sums: {counts}")
-        graph = files[0][1].graph
-        self.inputs = [value.name for value in graph.input]
-        self.outputs = [value.name for value in graph.output]
+        proto = files[0][1]
+        self.inputs = [value.name for value in proto.graph.input]
+        self.outputs = [value.name for value in proto.graph.output]
+        record = record_of(proto)
+        self._split: Mapping[str, int] = {} if record is None else record.split
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Runs all ranks, and returns the outputs of each, rank by rank.
 
+        Of what is split among them, each gets its share, and all results are the whole.
+
         Raises:
             RefusedError: If ONNX Runtime cannot load a part of a file, or run it on these inputs.
         """
-        for rank in self._ranks:
-            rank.begin(feeds)
+        for number, rank in enumerate(self._ranks):
+            rank.begin({name: self._share(name, value, number) for name, value in feeds.items()})
         for number in range(len(self._ranks[0].parts)):
             for rank in self._ranks:
                 rank.compute(number)
@@ -72,7 +77,23 @@ class Ranks:
                 total = reduce(np.add, [rank.part_of_sum(number) for rank in self._ranks])
                 for rank in self._ranks:
                     rank.end_sum(number, total)
-        return [rank.values[name] for rank in self._ranks for name in self.outputs]
+        whole = {
+            name: np.concatenate([rank.values[name] for rank in self._ranks], self._split[name])
+            for name in self.outputs
+            if name in self._split
+        }
+        return [whole.get(name, rank.values[name]) for rank in self._ranks for name in self.outputs]
+
+    def _share(self, name: str, value: np.ndarray, rank: int) -> np.ndarray:
+        if name not in self._split:
+            return value
+        axis, ranks = self._split[name], len(self._ranks)
+        if value.shape[axis] % ranks:
+            raise ValueError(
+                f"{name} has {value.shape[axis]} values along axis {axis}, no multiple of the "
+                f"{ranks} ranks"
+            )
+        return np.split(value, ranks, axis)[rank]
 
 
 class _Rank:

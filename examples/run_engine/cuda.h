@@ -16,6 +16,16 @@ inline void check(cudaError_t status, const char* call) {
   }
 }
 
+// Those that follow the last one begin again with the first: a process may see but one of them.
+inline void select_device(int number) {
+  int devices = 0;
+  check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+  if (devices == 0) {
+    throw std::runtime_error("CUDA sees no GPU");
+  }
+  check(cudaSetDevice(number % devices), "cudaSetDevice");
+}
+
 // Owns a handle that `destroy` frees.
 template <typename Handle, cudaError_t (*destroy)(Handle)>
 class Owned {

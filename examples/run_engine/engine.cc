@@ -54,6 +54,18 @@ std::vector<char> read(const std::string& path) {
   return content;
 }
 
+// TensorRT has it from 10.16 on: the second of these is for older headers.
+template <typename Context>
+auto set_communicator(Context& context, void* communicator, int)
+    -> decltype(context.setCommunicator(communicator)) {
+  return context.setCommunicator(communicator);
+}
+
+template <typename Context>
+bool set_communicator(Context&, void*, long) {
+  throw std::runtime_error("an engine of several ranks needs TensorRT 10.16 or later");
+}
+
 }  // namespace
 
 void Logger::log(Severity severity, const char* message) noexcept {
@@ -116,6 +128,13 @@ Engine::Engine(const Options& options) : runtime_(nvinfer1::createInferRuntime(l
   context_.reset(engine_->createExecutionContext());
   if (!context_) {
     fail("TensorRT makes no execution context");
+  }
+  if (options.place) {
+    communicator_ =
+        std::make_unique<Communicator>(*options.place, options.nccl_id, options.nccl_wait);
+    if (!set_communicator(*context_, communicator_->get(), 0)) {
+      fail("TensorRT does not take the communicator");
+    }
   }
   for (std::int32_t at = 0; at < engine_->getNbIOTensors(); ++at) {
     const char* name = engine_->getIOTensorName(at);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "options.h"
+#include "ranks.h"
 #include "results.h"
 
 namespace run_engine {
@@ -48,7 +49,8 @@ struct Tensor {
 
 class Engine {
  public:
-  // Loads the plugin's library, if there is one, and the engine.
+  // Loads the plugin's library, if there is one, and the engine. That of a rank of several waits
+  // for the others.
   explicit Engine(const Options& options);
 
   [[nodiscard]] const std::vector<Tensor>& tensors() const { return tensors_; }
@@ -68,7 +70,9 @@ class Engine {
   [[noreturn]] void fail(const std::string& what);
 
   Logger logger_;
-  // In this order: a context is destroyed before its engine, and that before its runtime.
+  // In this order: a context is destroyed before its engine, and that before its runtime; the
+  // communicator outlives all of them.
+  std::unique_ptr<Communicator> communicator_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
   std::unique_ptr<nvinfer1::ICudaEngine> engine_;
   std::unique_ptr<nvinfer1::IExecutionContext> context_;

@@ -106,6 +106,10 @@ Options parse_options(const std::vector<std::string>& arguments) {
       options.help = true;
     } else if (option == "--plugin") {
       options.plugin = value();
+    } else if (option == "--nccl-id") {
+      options.nccl_id = value();
+    } else if (option == "--nccl-wait") {
+      options.nccl_wait = parse_integer<int>(option, value(), 0);
     } else if (option == "--shape") {
       auto [name, shape] = split(option, value());
       options.shapes[name] = parse_shape(option, shape);
@@ -144,6 +148,10 @@ Options parse_options(const std::vector<std::string>& arguments) {
   if (options.engine.empty() && !options.help) {
     throw UsageError("name an engine");
   }
+  if (options.nccl_id.empty() &&
+      std::find(given.begin(), given.end(), "--nccl-wait") != given.end()) {
+    throw UsageError("--nccl-wait needs --nccl-id");
+  }
   check_kind(options, given);
   return options;
 }
@@ -154,6 +162,11 @@ const char* usage() {
          "Runs an engine of TensorRT or TensorRT for RTX, and measures it, or writes text.\n"
          "\n"
          "  --plugin LIBRARY     load libdynamo_moe.so before the engine\n"
+         "\n"
+         "As a rank of several, started by torchrun, mpirun or srun; MODEL.engine then stands for\n"
+         "MODEL.rank0.engine and so on:\n"
+         "  --nccl-id FILE       where rank 0 leaves NCCL's id for the others\n"
+         "  --nccl-wait SECONDS  how long these wait for it; default: 60\n"
          "\n"
          "To measure it:\n"
          "  --shape NAME=SHAPE   shape of an input, such as x=16x64; default: the profile's usual\n"

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "ranks.h"
+
 namespace run_engine {
 
 // Something that the user can correct; the message says what.
@@ -20,6 +22,12 @@ struct Options {
   std::string engine;
   // The plugin's library, loaded before the engine; empty: none.
   std::string plugin;
+  // The file by which the ranks of an engine of several find each other; empty: one GPU alone.
+  std::string nccl_id;
+  // This process among them, which its environment says.
+  std::optional<Place> place;
+  // How many seconds the other ranks wait for rank 0.
+  int nccl_wait = 60;
   std::map<std::string, std::vector<std::int64_t>> shapes;
   // Size of the first dimension of every input without a shape, where it is symbolic.
   std::optional<std::int64_t> batch;

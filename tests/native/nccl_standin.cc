@@ -1,7 +1,11 @@
 // Stands in for NCCL: remembers the id that it gives, and wants it back from every rank.
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 extern "C" {
 
@@ -33,6 +37,18 @@ int ncclCommInitRank(Communicator** communicator, int ranks, UniqueId id, int ra
   for (int i = 0; i < 128; ++i) {
     if (id.internal[i] != (i == 3 ? 0 : 7)) {
       return 4;
+    }
+  }
+  // Where ranks are processes that a test has not joined in another way, they meet in a folder.
+  if (const char* folder = std::getenv("NCCL_STANDIN_FOLDER")) {
+    const auto path = [&](int number) {
+      return std::string(folder) + '/' + std::to_string(number);
+    };
+    std::ofstream(path(rank)).put('\n');
+    for (int other = 0; other < ranks; ++other) {
+      while (!std::ifstream(path(other))) {
+        usleep(1000);
+      }
     }
   }
   *communicator = new Communicator{ranks, rank};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "options.h"
+#include "ranks.h"
 #include "results.h"
 #include "text.h"
 
@@ -39,6 +40,15 @@ int main(int count, char** values) {
     try {
       const run_engine::Options options =
           run_engine::parse_options(std::vector<std::string>(values + 1, values + count));
+      if (!options.nccl_id.empty()) {
+        const run_engine::Place place = run_engine::place_of_process();
+        print("place", {double(place.rank), double(place.ranks), double(place.local)});
+        const run_engine::Communicator made(place, options.nccl_id, options.nccl_wait);
+        const auto* numbers = static_cast<const int*>(made.get());
+        print("communicator", {double(numbers[0]), double(numbers[1])});
+        std::printf("\"file\": \"%s\",\n",
+                    run_engine::rank_path(options.engine, place.rank).c_str());
+      }
       for (const auto& [name, shape] : options.shapes) {
         print(("shape " + name).c_str(), {shape.begin(), shape.end()});
       }
@@ -58,7 +68,7 @@ int main(int count, char** values) {
       }
       std::printf("\"runs\": [%d, %d, %d, %d, %d]}\n", options.profile, options.warmup,
                   options.iterations, options.cuda_graph ? 1 : 0, options.top_k);
-    } catch (const run_engine::UsageError& error) {
+    } catch (const std::runtime_error& error) {
       std::string text = error.what();
       for (char& each : text) {
         each = each == '"' ? '\'' : each;

@@ -22,6 +22,8 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/experts_over_ranks.md"
 def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    # Ranks share an output: of what one prints in a call, nothing may come between.
+    environment["PYTHONUNBUFFERED"] = ""
     environment["LD_LIBRARY_PATH"] = str(nccl_standin().parent)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
@@ -35,7 +37,10 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, ("families", "training", "idle", "compiled", "communicator")), (4, ("training", "idle"))],
+    [
+        (2, ("families", "heads", "training", "idle", "compiled", "communicator")),
+        (4, ("training", "idle")),
+    ],
 )
 def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:
     done = torchrun(ranks, PROGRAM, *cases)

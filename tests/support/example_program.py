@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -77,14 +78,33 @@ def write_engine(model: Path, engine: Path, profiles: Sequence[Profile]) -> None
     engine.write_text("\n".join(lines))
 
 
-def run_program(library: Path, model: Path, engine: Path, *arguments: str) -> Ran:
+def run_program(library: Path, model: Path, engine: Path, *arguments: str, **variables: str) -> Ran:
     """Runs the program with an engine that stands for an ONNX file."""
-    report = engine.with_suffix(".report")
+    return start_program(library, model, engine, *arguments, **variables)()
+
+
+def start_program(
+    library: Path, model: Path, engine: Path, *arguments: str, **variables: str
+) -> Callable[[], Ran]:
+    """Starts the program with environment variables; returns what waits for its end."""
+    report = engine.with_suffix(f".report{variables.get('RANK', '')}")
     report.unlink(missing_ok=True)
     command = [sys.executable, __file__, library, model, report, engine, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert report.exists(), done.stderr
-    return Ran(done.returncode, done.stdout, done.stderr, json.loads(report.read_text()))
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(
+        [str(each) for each in command],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env={**os.environ, **variables},
+    )
+
+    def end() -> Ran:
+        out, error = started.communicate()
+        assert report.exists(), error
+        return Ran(started.returncode, out, error, json.loads(report.read_text()))
+
+    return end
 
 
 class _Dims(ctypes.Structure):
@@ -125,6 +145,8 @@ def _compute(session: onnxruntime.InferenceSession, tensors: Sequence[_Tensor]) 
 def _numbers(library: ctypes.CDLL) -> Iterator[tuple[str, int]]:
     yield "bytes_to_host", ctypes.c_int64.in_dll(library, "standin_bytes_to_host").value
     yield "profile_changes", ctypes.c_int32.in_dll(library, "standin_profile_changes").value
+    for name in ("device", "ranks", "rank"):
+        yield name, ctypes.c_int32.in_dll(library, f"standin_{name}").value
     library.standin_allocations.restype = ctypes.c_int64
     yield "allocations_left", library.standin_allocations()
 

@@ -38,6 +38,46 @@ def families() -> None:
             torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def heads() -> None:
+    """Attention by heads and dense layers by columns: logits and gradients are the whole model's.
+
+    The families have grouped heads, norms of heads that the plan names or forgets, latent
+    attention, sinks, shared experts and dense layers.
+    """
+    families = ("mixtral", "qwen3_moe", "qwen3_vl_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+    for family in families:
+        whole: Any = ARCHITECTURES[family].build().eval()
+        if family == "gpt_oss":  # It has no plan of its own.
+            attention = "model.layers.*.self_attn"
+            columns = ("q_proj", "k_proj", "v_proj", "sinks")
+            whole.tp_plan = {f"{attention}.{name}": "colwise" for name in columns}
+            whole.tp_plan[f"{attention}.o_proj"] = "rowwise"
+        dynamo_moe.convert(whole)
+        model = copy.deepcopy(whole)
+        inputs = example_inputs(ARCHITECTURES[family], 2, 5)
+        report = dynamo_moe.shard(model, plan="experts+heads")
+        assert report.split, family
+        results = [module(**inputs)[0] for module in (whole, model)]
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+        for result in results:
+            result.square().mean().backward()
+        expected = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            if "local_experts" not in name and expected[name].grad is not None:
+                gradient = share(expected[name].grad, parameter)
+                torch.testing.assert_close(
+                    parameter.grad, gradient, rtol=1e-4, atol=1e-6, msg=f"{family} {name}"
+                )
+
+
+def share(whole: Tensor, part: Tensor) -> Tensor:
+    """Returns the rank's share of a tensor, which differs in one axis at most."""
+    for axis, (size, local) in enumerate(zip(whole.shape, part.shape, strict=True)):
+        if size != local:
+            return whole.chunk(dist.get_world_size(), axis)[dist.get_rank()]
+    return whole
+
+
 def trained(experts: int = 5) -> nn.Module:
     torch.manual_seed(0)
     moe = DroplessMoEMlp(8, 12, num_experts=experts, top_k=min(2, experts))
@@ -131,7 +171,8 @@ def failing() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (families, training, idle, compiled, communicator, failing)
+    case.__name__: case
+    for case in (families, heads, training, idle, compiled, communicator, failing)
 }
 
 

@@ -23,6 +23,7 @@ from engine_checks import programs_of
 from engine_command import Done, run_commands
 from moe_architectures import ARCHITECTURES
 from packed_cases import PackedLayer, packed_case
+from small_models import mlp_model
 from standin import ROOT
 from tensorrt_wheels import RTX, environment, install
 from trt_plugin.bundle import Bundle
@@ -45,6 +46,11 @@ def folder(tmp_path_factory) -> Path:
         dynamo_moe.export(model, torch.randn(4, 1, 8, 8), folder / f"{target}.onnx", target=target)
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     dynamo_moe.export(plain, torch.randn(4, 8), folder / "plain.onnx")
+    ranks = mlp_model()
+    dynamo_moe.convert(ranks)
+    for target in ("plugin", "dense"):
+        path = folder / f"{target}_ranks.onnx"
+        dynamo_moe.export(ranks, torch.randn(3, 16), path, target=target, ranks=2)
     return folder
 
 
@@ -69,7 +75,10 @@ def built(folder) -> dict[str, Done]:
     mixed = Bundle((*programs_of(one, ["sm_89"]), *programs_of(other, ["sm_80"])))
     mixed.save(folder / "mixed.moek")
     several = ("--shapes", "input=1x8", "--shapes", "input=2x8:16x8:64x8")
+    bundle_of(folder / "plugin_ranks.rank0.onnx", ["sm_89"]).save(folder / "ranks.moek")
+    ranks = ("--ranks", "--arch", "89", "--shapes", "input=1x16:3x16:8x16", "--json")
     names = ("two architectures", "with library", "inspected", "dense", "plain", "mixed")
+    names += ("plugin ranks", "dense ranks")
     commands = (
         ("engine", folder / "plugin.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plugin.onnx", "-o", folder / "b.plan", "--with-library", *SHAPES),
@@ -80,6 +89,8 @@ def built(folder) -> dict[str, Done]:
             *("engine", folder / "plugin.onnx", "-o", folder / "mixed.engine", *SHAPES),
             *("--kernels", folder / "mixed.moek", "--arch", "89", "--no-share-kernels"),
         ),
+        ("engine", folder / "plugin_ranks.onnx", *ranks, "--kernels", folder / "ranks.moek"),
+        ("engine", folder / "dense_ranks.onnx", *ranks),
     )
     done = dict(zip(names, run_commands(*commands), strict=True))
     assert [each.code for each in done.values()] == [0] * len(done), done
@@ -108,6 +119,23 @@ def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built
     assert stored == given
     assert contents.architectures == ("sm_89", "sm_120")
     assert contents.library is None
+
+
+@pytest.mark.parametrize(("target", "plugins"), [("plugin", 2), ("dense", 0)])
+def test_each_rank_has_an_engine(folder, built, target, plugins):
+    reports = json.loads(built[f"{target} ranks"].out)["ranks"]
+    assert [Path(report["path"]).name for report in reports] == [
+        f"{target}_ranks.rank{rank}.engine" for rank in range(2)
+    ]
+    for report in reports:
+        assert [each["plugin"] for each in report["plugin_layers"]] == [
+            "DroplessMoEExperts"
+        ] * plugins
+        contents = trt_plugin.read_engine(report["path"])
+        assert contents.bytes == report["contents"]["bytes"]
+        assert {stored.program.layer.experts for stored in contents.programs} == (
+            {3} if plugins else set()
+        )
 
 
 PACKED: dict[str, dict[str, Any]] = {

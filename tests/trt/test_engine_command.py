@@ -16,10 +16,12 @@ import dynamo_moe
 import trt_plugin
 from custom_ops.offload import cache_bytes
 from dynamo_moe.files.offloading import offloaded_kernel_layers
+from dynamo_moe.files.rank_files import record_of
 from dynamo_moe.models import DroplessMoEMlp
 from fake_tensorrt import run
 from onnx_files import dense_model, save
 from small_bundles import SMALL, program
+from small_models import mlp_model
 from trt_plugin.bundle import Bundle
 
 pytest_plugins = ("fake_tensorrt",)
@@ -223,3 +225,70 @@ def test_the_file_is_opened_once(tensorrt, compiled, moe_file, monkeypatch):
         assert code == 0, error
         assert opened.count(moe_file) == 1
         opened.clear()
+
+
+@pytest.fixture
+def rank_files(moe_file, tmp_path) -> Path:
+    """The name of the files of two ranks, in a folder of their own."""
+    model = mlp_model(layers=1)
+    dynamo_moe.convert(model)
+    (tmp_path / "ranks").mkdir()
+    path = tmp_path / "ranks" / "model.onnx"
+    dynamo_moe.export(model, torch.randn(3, 16), path, ranks=2, input_names=["x"])
+    return path
+
+
+def engines(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir() if each.suffix != ".onnx")
+
+
+def test_the_engines_of_all_ranks(tensorrt, compiled, given_files, rank_files):
+    code, out, error = run_engine(rank_files, "--ranks", "--arch", "89", "--json")
+    assert code == 0, error
+    names = [f"model.rank{rank}.engine" for rank in range(2)]
+    assert [report["path"] for report in json.loads(out)["ranks"]] == [
+        str(rank_files.with_name(name)) for name in names
+    ]
+    assert engines(rank_files.parent) == names
+    # Each has its own experts: three of six, the first three and the last.
+    assert [record_of(file).rank for file in given_files] == [0, 1]
+    assert compiled == [(1, ["sm_89"])] * 2
+    # Any rank's file stands for all of them, and offloaded experts lie beside each engine.
+    options = ("--arch", "89", "--resident-experts", "2", "-o", str(rank_files.parent / "o.plan"))
+    code, out, error = run_engine(rank_files.with_name("model.rank1.onnx"), "--ranks", *options)
+    assert (code, "o.rank1.plan" in out) == (0, True), error
+    found = [name for name in engines(rank_files.parent) if name.startswith("o.")]
+    assert [name.split(".experts.")[0] for name in found] == ["o.rank0.plan"] * 2 + [
+        "o.rank1.plan"
+    ] * 2
+
+
+def test_a_rank_that_fails_leaves_what_was_there(
+    tensorrt, compiled, rank_files, monkeypatch, tmp_path
+):
+    earlier = rank_files.with_name("model.rank0.engine")
+    earlier.write_bytes(b"an earlier engine")
+    plans = iter((b"an engine", None))
+    monkeypatch.setattr(tensorrt, "build_serialized_network", lambda *_: next(plans))
+    options = ("--ranks", "--arch", "89", "--resident-experts", "2")
+    code, _, error = run_engine(rank_files, *options)
+    assert (code, "builds no engine of" in error, "rank1.onnx" in error) == (1, True, True), error
+    assert engines(rank_files.parent) == ["model.rank0.engine"]
+    assert earlier.read_bytes() == b"an earlier engine"
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "message"),
+    [
+        ("ranks/model.onnx", 1, "the file of rank 1 of 2 is missing"),
+        ("other.onnx", 2, "no such file"),
+        ("model.onnx", 1, "is a file for one device, not for a rank of several"),
+    ],
+)
+def test_files_that_are_no_ranks(
+    tensorrt, compiled, rank_files, tmp_path, monkeypatch, file, code, message
+):
+    rank_files.with_name("model.rank1.onnx").unlink()
+    found, _, error = run_engine(tmp_path / file, "--ranks", "--arch", "89")
+    assert (found, message in error) == (code, True), error
+    assert engines(rank_files.parent) == compiled == []

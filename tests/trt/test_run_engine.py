@@ -6,11 +6,13 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from example_program import COMPILER, EXAMPLE, ROOT
+from nccl_standin import nccl_standin
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +23,26 @@ def program(tmp_path_factory) -> Path:
     return path
 
 
-HOST_SOURCES = ("options.cc", "results.cc", "text.cc")
+HOST_SOURCES = ("options.cc", "ranks.cc", "results.cc", "text.cc")
 
 
-def said(program: Path, *arguments: str) -> dict:
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+def said(program: Path, *arguments: str, **variables: str) -> dict:
+    return start(program, *arguments, **variables)()
+
+
+def start(program: Path, *arguments: str, **variables: str) -> Callable[[], dict]:
+    """Starts the program; returns what waits for its end, and for what it says."""
+    environment = {"LD_LIBRARY_PATH": str(nccl_standin().parent), **variables}
+    started = subprocess.Popen(
+        [program, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+    def end() -> dict:
+        out, _ = started.communicate()
+        assert started.returncode == 0
+        return json.loads(out)
+
+    return end
 
 
 def test_options(program):
@@ -83,11 +99,84 @@ def test_prompts(program, tmp_path):
         ("a --prompt-file nowhere", "no prompt can be read from nowhere"),
         ("a --prompt 1 --cuda-graph", "--cuda-graph does not go with --prompt"),
         ("a --end 2", "--end needs --prompt"),
+        ("a --nccl-wait 2", "--nccl-wait needs --nccl-id"),
         ("a --top-k 99999999999", "--top-k needs a number of at least 1, got '99999999999'"),
     ],
 )
 def test_options_that_make_no_sense(program, arguments, error):
     assert said(program, *arguments.split())["error"] == error
+
+
+def test_two_ranks_find_each_other(program, tmp_path):
+    identity, folder = tmp_path / "id", tmp_path / "meeting"
+    folder.mkdir()
+    running = [
+        start(
+            program,
+            *("models/m.engine", "--nccl-id", str(identity)),
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_RANK=str(rank),
+            NCCL_STANDIN_FOLDER=str(folder),
+        )
+        for rank in (1, 0)
+    ]
+    for rank, end in zip((1, 0), running, strict=True):
+        options = end()
+        assert options["place"] == [rank, 2, rank]
+        assert options["communicator"] == [2, rank]
+        assert options["file"] == f"models/m.rank{rank}.engine"
+    assert [each.name for each in tmp_path.iterdir()] == ["meeting"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ],
+)
+def test_launchers(program, tmp_path, names):
+    given = ("m.engine", "--nccl-id", str(tmp_path / "id"))
+    (tmp_path / "id").write_bytes(bytes(7 if at != 3 else 0 for at in range(128)))
+    variables = dict(zip(names, "341", strict=True))
+    assert said(program, *given, **variables)["place"] == [3, 4, 1]
+    del variables[names[2]]
+    assert said(program, *given, **variables)["place"] == [3, 4, -1]
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({}, "--nccl-id needs a launcher such as torchrun or mpirun: none of RANK, OMPI_COMM_"),
+        ({"RANK": "x"}, "RANK must be a number of at least 0, got 'x'"),
+        ({"RANK": "0"}, "RANK is 0, but WORLD_SIZE is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({**TORCHRUN, "LD_LIBRARY_PATH": ""}, "needs NCCL, and libnccl.so.2: cannot open shared"),
+        ({**TORCHRUN, "NCCL_STANDIN_VERSION": "21805"}, "from 2.19 to below 3; libnccl.so.2 has"),
+        ({**TORCHRUN, "NCCL_STANDIN_NO_ID": "1"}, "NCCL's ncclGetUniqueId failed: unhandled sys"),
+        ({**TORCHRUN, "RANK": "1"}, "rank 0 has left no id of NCCL in nowhere within 0 s"),
+    ],
+)
+def test_ranks_that_cannot_begin(program, variables, error):
+    given = ("m.engine", "--nccl-id", "nowhere", "--nccl-wait", "0")
+    assert error in said(program, *given, **variables)["error"]
+    assert not Path("nowhere").exists()
+
+
+def test_an_id_that_an_earlier_run_has_left(program, tmp_path):
+    left = tmp_path / "id"
+    left.write_bytes(bytes(128))
+    error = said(program, "m.engine", "--nccl-id", str(left), **TORCHRUN)["error"]
+    assert error == f"{left} is there already: remove what an earlier run has left"
+    assert left.exists()
+    # NCCL does not know it.
+    error = said(program, "m.engine", "--nccl-id", str(left), **{**TORCHRUN, "RANK": "1"})["error"]
+    assert error == "NCCL's ncclCommInitRank failed: invalid argument"
 
 
 def test_values_and_summaries(program):

@@ -66,6 +66,7 @@ class IExecutionContext {
   Dims getTensorShape(const char* name) const noexcept;
   bool setTensorAddress(const char* name, void* address) noexcept;
   bool enqueueV3(cudaStream_t stream) noexcept;
+  bool setCommunicator(void* communicator) noexcept;
 
  private:
   bool compute(bool into_outputs) const;

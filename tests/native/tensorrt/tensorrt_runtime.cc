@@ -90,6 +90,10 @@ StandinCompute standin_compute = nullptr;
 // What a test asks afterwards: bytes that were copied to the host, and profiles that were selected.
 std::int64_t standin_bytes_to_host = 0;
 std::int32_t standin_profile_changes = 0;
+// The GPU that was selected, and the communicator's ranks and rank, which nccl_standin.cc writes.
+std::int32_t standin_device = 0;
+std::int32_t standin_ranks = 0;
+std::int32_t standin_rank = 0;
 
 std::int64_t standin_allocations() { return std::int64_t(allocations.size()); }
 
@@ -183,6 +187,13 @@ bool IExecutionContext::enqueueV3(cudaStream_t) noexcept {
   return compute(true);
 }
 
+bool IExecutionContext::setCommunicator(void* communicator) noexcept {
+  const auto* numbers = static_cast<const std::int32_t*>(communicator);
+  standin_ranks = numbers[0];
+  standin_rank = numbers[1];
+  return true;
+}
+
 bool IExecutionContext::compute(bool into_outputs) const {
   const auto refuse = [this](const std::string& reason) {
     engine_.logger_->log(ILogger::Severity::kERROR, reason.c_str());
@@ -237,6 +248,16 @@ bool IExecutionContext::compute(bool into_outputs) const {
 extern "C" {
 
 const char* cudaGetErrorString(cudaError_t) { return "an error of CUDA"; }
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 2;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  standin_device = device;
+  return cudaSuccess;
+}
 
 cudaError_t cudaMalloc(void** address, std::size_t bytes) {
   *address = std::malloc(bytes);
