@@ -66,6 +66,18 @@ bool set_communicator(Context&, void*, long) {
   throw std::runtime_error("an engine of several ranks needs TensorRT 10.16 or later");
 }
 
+// So is the second of these, where TensorRT had no caches to update.
+template <typename CudaEngine>
+auto aliased_input(const CudaEngine& engine, const char* output, int)
+    -> decltype(engine.getAliasedInputTensor(output)) {
+  return engine.getAliasedInputTensor(output);
+}
+
+template <typename CudaEngine>
+const char* aliased_input(const CudaEngine& /*engine*/, const char* /*output*/, long) {
+  return nullptr;
+}
+
 }  // namespace
 
 void Logger::log(Severity severity, const char* message) noexcept {
@@ -168,6 +180,11 @@ Shape Engine::shape(const std::string& tensor) const {
                              " depends on values, which is not handled here");
   }
   return shape;
+}
+
+std::string Engine::updated_input(const std::string& output) const {
+  const char* input = aliased_input(*engine_, output.c_str(), 0);
+  return input == nullptr ? "" : input;
 }
 
 void Engine::set_address(const std::string& tensor, void* address) {

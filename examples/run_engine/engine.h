@@ -61,6 +61,8 @@ class Engine {
   // All shapes are set anew after that.
   void select_profile(std::int32_t profile, cudaStream_t stream);
   void set_shape(const std::string& input, const Shape& shape);
+  // The input that an output updates in place, such as a cache of a fixed length; empty: none.
+  [[nodiscard]] std::string updated_input(const std::string& output) const;
   // Of any tensor, once all inputs have theirs.
   [[nodiscard]] Shape shape(const std::string& tensor) const;
   void set_address(const std::string& tensor, void* address);

@@ -20,16 +20,20 @@ namespace {
 
 const std::string kPast = "past_key_values.";
 const std::string kPresent = "present.";
+const std::string kMask = "attention_mask";
+// How many tokens are in a cache of a fixed length.
+const std::string kPastLength = "past_sequence_length";
 
 using Shapes = std::map<std::string, Shape>;
 
 // What an engine keeps between calls: an input, and the output that is the next call's input. They
-// take turns in two buffers, so that nothing is copied.
+// take turns in two buffers, so that nothing is copied; or one is updated in place.
 struct Kept {
   Tensor past;
   Tensor present;
   Buffer read;
   Buffer write;
+  bool is_updated;
 };
 
 bool begins_with(const std::string& text, const std::string& prefix) {
@@ -93,7 +97,7 @@ class LanguageModel {
   void check_tensors() const;
   void keep(const Tensor& past, std::size_t batch, std::size_t longest);
   // Copies an input to the device, if the engine has it.
-  void feed(const std::string& name, const std::vector<std::int64_t>& values, std::size_t batch);
+  void feed(const std::string& name, const std::vector<std::int64_t>& values, const Shape& shape);
   void set_shapes();
   void bind();
   [[nodiscard]] std::vector<std::int64_t> most_likely() const;
@@ -103,6 +107,8 @@ class LanguageModel {
   std::int32_t profile_ = -1;
   // Tokens of each row that the engine has seen.
   std::size_t seen_ = 0;
+  // Tokens that a cache of a fixed length has room for; 0: it grows.
+  std::size_t room_ = 0;
   // Of a call's inputs.
   Shapes shapes_;
   std::map<std::string, Buffer> fed_;
@@ -116,9 +122,18 @@ LanguageModel::LanguageModel(const Options& options, std::size_t batch, std::siz
     : stream_(stream), engine_(options) {
   check_tensors();
   logits_ = *find("logits", false);
-  if (find("attention_mask", true) != nullptr) {
+  const Tensor* mask = find(kMask, true);
+  if (find(kPastLength, true) != nullptr && mask != nullptr && mask->shape.back() > 0) {
+    room_ = static_cast<std::size_t>(mask->shape.back());
+    if (longest > room_) {
+      throw UsageError("the engine's cache has room for " + std::to_string(room_) +
+                       " tokens, but the text may have " + std::to_string(longest));
+    }
+  }
+  if (mask != nullptr) {
     // The longest call is the last one: better no text than half of one.
-    profile_for(engine_, {{"attention_mask", {signed_size(batch), signed_size(longest)}}});
+    const std::size_t columns = room_ == 0 ? longest : room_;
+    profile_for(engine_, {{kMask, {signed_size(batch), signed_size(columns)}}});
   }
   for (const Tensor& tensor : engine_.tensors()) {
     if (tensor.is_input && begins_with(tensor.name, kPast)) {
@@ -140,8 +155,8 @@ void LanguageModel::check_tensors() const {
     const std::string& name = tensor.name;
     const bool is_known =
         tensor.is_input
-            ? name == "input_ids" || name == "attention_mask" || name == "position_ids" ||
-                  begins_with(name, kPast)
+            ? name == "input_ids" || name == kMask || name == "position_ids" ||
+                  name == kPastLength || begins_with(name, kPast)
             : name == "logits" || (begins_with(name, kPresent) &&
                                    find(kPast + name.substr(kPresent.size()), true) != nullptr);
     if (!is_known) {
@@ -163,11 +178,13 @@ void LanguageModel::keep(const Tensor& past, std::size_t batch, std::size_t long
     throw UsageError("the engine has the input " + past.name + ", but no output " + name +
                      " of the same dtype");
   }
-  Kept kept{past, *present, {}, {}};
+  Kept kept{past, *present, {}, {}, engine_.updated_input(name) == past.name};
   // Memory for the longest call, so that none is allocated between tokens.
   kept.past.shape = sized(past.shape, batch, longest);
-  kept.write.reserve(kept.past.bytes());
   kept.read.reserve(kept.past.bytes());
+  if (!kept.is_updated) {
+    kept.write.reserve(kept.past.bytes());
+  }
   kept.read.fill_with_zeros(stream_);
   kept.past.shape = sized(past.shape, batch, 0);
   kept_.push_back(std::move(kept));
@@ -176,22 +193,28 @@ void LanguageModel::keep(const Tensor& past, std::size_t batch, std::size_t long
 std::vector<std::int64_t> LanguageModel::next(const Text& text) {
   // Without a cache, the whole text is computed anew.
   const std::size_t begin = kept_.empty() ? 0 : seen_;
-  feed("input_ids", text.ids(begin), text.rows());
-  feed("position_ids", text.positions(begin), text.rows());
-  feed("attention_mask", text.mask(), text.rows());
+  const std::int64_t rows = signed_size(text.rows());
+  const std::int64_t tokens = signed_size(text.length() - begin);
+  const std::size_t columns = room_ == 0 ? text.length() : room_;
+  feed("input_ids", text.ids(begin), {rows, tokens});
+  feed("position_ids", text.positions(begin), {rows, tokens});
+  feed(kMask, text.mask(columns), {rows, signed_size(columns)});
+  feed(kPastLength, {signed_size(begin)}, {1});
   set_shapes();
   bind();
   engine_.enqueue(stream_);
   for (Kept& kept : kept_) {
     kept.past.shape = kept.present.shape;
-    std::swap(kept.read, kept.write);
+    if (!kept.is_updated) {
+      std::swap(kept.read, kept.write);
+    }
   }
   seen_ = text.length();
   return most_likely();
 }
 
 void LanguageModel::feed(const std::string& name, const std::vector<std::int64_t>& values,
-                         std::size_t batch) {
+                         const Shape& shape) {
   const Tensor* tensor = find(name, true);
   if (tensor == nullptr) {
     return;
@@ -199,7 +222,7 @@ void LanguageModel::feed(const std::string& name, const std::vector<std::int64_t
   const std::vector<std::byte> content = encode(tensor->format, values);
   copy(fed_[name].reserve(content.size()), content.data(), content.size(), cudaMemcpyHostToDevice,
        stream_);
-  shapes_[name] = {signed_size(batch), signed_size(values.size() / batch)};
+  shapes_[name] = shape;
 }
 
 void LanguageModel::set_shapes() {
@@ -223,7 +246,9 @@ void LanguageModel::bind() {
   for (Kept& kept : kept_) {
     kept.present.shape = engine_.shape(kept.present.name);
     engine_.set_address(kept.past.name, kept.read.get());
-    engine_.set_address(kept.present.name, kept.write.reserve(kept.present.bytes()));
+    engine_.set_address(kept.present.name, kept.is_updated
+                                               ? kept.read.get()
+                                               : kept.write.reserve(kept.present.bytes()));
   }
   logits_.shape = engine_.shape(logits_.name);
   engine_.set_address(logits_.name, logits_memory_.reserve(logits_.bytes()));

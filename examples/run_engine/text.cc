@@ -39,11 +39,12 @@ Text::Ids Text::positions(std::size_t begin) const {
   return positions;
 }
 
-Text::Ids Text::mask() const {
+Text::Ids Text::mask(std::size_t row_length) const {
   Ids mask;
   for (const Row& row : rows_) {
     mask.insert(mask.end(), row.padding, 0);
     mask.insert(mask.end(), length() - row.padding, 1);
+    mask.insert(mask.end(), row_length - length(), 0);
   }
   return mask;
 }

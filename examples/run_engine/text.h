@@ -24,8 +24,8 @@ class Text {
   [[nodiscard]] Ids ids(std::size_t begin) const;
   // A token's place in its row, without the padding.
   [[nodiscard]] Ids positions(std::size_t begin) const;
-  // 1 for a token and 0 for padding.
-  [[nodiscard]] Ids mask() const;
+  // 1 for a token and 0 for padding, and for the places after the text in rows of this length.
+  [[nodiscard]] Ids mask(std::size_t row_length) const;
 
   // Appends a token to each row.
   void append(const Ids& tokens);

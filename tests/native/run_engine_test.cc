@@ -90,13 +90,13 @@ int main(int count, char** values) {
   };
   run_engine::Text text({{5, 9, 17}, {40}}, {2, 3});
   print_ids("text", text.ids(0));
-  print_ids("mask", text.mask());
+  print_ids("mask", text.mask(text.length() + 1));
   print_ids("positions", text.positions(0));
   text.append({8, 3});
   text.append({9, 9});
   print_ids("new", text.ids(4));
   print_ids("new positions", text.positions(4));
-  print_ids("longer mask", text.mask());
+  print_ids("longer mask", text.mask(text.length()));
   print_ids("written 0", text.written(0));
   print_ids("written 1", text.written(1));
   print("ended", {double(text.has_ended())});

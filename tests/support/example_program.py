@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,8 @@ def compile_program(library: Path) -> None:
 def write_engine(model: Path, engine: Path, profiles: Sequence[Profile]) -> None:
     """Writes the engine that stands for an ONNX file, as the stand-in reads it."""
     session = onnxruntime.InferenceSession(model)
+    nodes = onnx.load(model, load_external_data=False).graph.node
+    updated = {node.output[0]: node.input[0] for node in nodes if node.op_type == "TensorScatter"}
     lines = [str(len(profiles))]
     for is_input, values in ((1, session.get_inputs()), (0, session.get_outputs())):
         for value in values:
@@ -74,7 +77,8 @@ def write_engine(model: Path, engine: Path, profiles: Sequence[Profile]) -> None
             ]
             shapes += [shape for each in profiles if is_input for shape in each[value.name]]
             text = "  ".join(f"{len(shape)} {' '.join(map(str, shape))}" for shape in shapes)
-            lines.append(f"{value.name} {is_input} {_TYPES[value.type][0]} {text}")
+            end = "" if is_input else f" {updated.get(value.name, '-')}"
+            lines.append(f"{value.name} {is_input} {_TYPES[value.type][0]} {text}{end}")
     engine.write_text("\n".join(lines))
 
 

@@ -205,7 +205,7 @@ def test_values_and_summaries(program):
 def test_texts(program):
     computed = said(program)
     assert computed["text"] == [5, 9, 17, 0, 0, 40]
-    assert computed["mask"] == [1, 1, 1, 0, 0, 1]
+    assert computed["mask"] == [1, 1, 1, 0, 0, 0, 1, 0]
     assert computed["positions"] == [0, 1, 2, 0, 0, 0]
     # A row that has ended goes on with the first of the tokens that end one.
     assert computed["new"] == [9, 2]

@@ -111,6 +111,8 @@ def test_text(program: Program, mixtral: Path) -> None:
         ("gpt_oss", {"bounded_windows": True}, {"sliding_window": 6}),
         # Keys, values and logits of two bytes.
         ("mixtral", {}, {"dtype": torch.float16}),
+        # Buffers of a fixed length, which are updated in place.
+        ("mixtral", {"cache_length": 24}, {}),
         # Nothing is kept.
         ("mixtral", {"task": "text-generation"}, {}),
     ],
@@ -153,6 +155,13 @@ def test_a_text_that_is_too_long(program: Program, mixtral: Path) -> None:
         "attention_mask [2, 73] is not in profile 0, [1, 1] to [4, 16]; "
         "attention_mask [2, 73] is not in profile 1, [1, 2] to [4, 65]"
     )
+
+
+def test_a_text_beyond_the_room_of_its_cache(program: Program, tmp_path: Path) -> None:
+    model = exported(tmp_path, "mixtral", {"cache_length": 24})
+    ran = program(model, one(model), *PROMPTS, "--steps", "22")
+    assert ran.code == 2
+    assert "the engine's cache has room for 24 tokens, but the text may have 25" in ran.error
 
 
 def test_a_step_that_no_profile_has(program: Program, mixtral: Path) -> None:

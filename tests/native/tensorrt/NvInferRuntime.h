@@ -52,6 +52,8 @@ struct TensorRecord {
   bool is_input;
   DataType type;
   Dims shape;
+  // Of an output, the input that it updates in place; empty: none.
+  std::string updates;
   // Of an input: the smallest, usual and largest shape of each profile.
   std::vector<Dims> profiles;
 };
@@ -90,6 +92,10 @@ class ICudaEngine {
   Dims getProfileShape(const char* name, std::int32_t profile,
                        OptProfileSelector which) const noexcept;
   std::int32_t getNbOptimizationProfiles() const noexcept { return profiles_; }
+  const char* getAliasedInputTensor(const char* name) const noexcept {
+    const std::string& input = find(name).updates;
+    return input.empty() ? nullptr : input.c_str();
+  }
   IExecutionContext* createExecutionContext() noexcept { return new IExecutionContext(*this); }
 
  private:

@@ -7,7 +7,8 @@
 //
 // An engine's file is text. First the number of profiles, then for each tensor its name, 1 for an
 // input, DataType and shape, then, of an input, the smallest, usual and largest shape of each
-// profile. A shape is its rank and its sizes.
+// profile, and of an output the input that it updates in place, or "-". A shape is its rank and its
+// sizes.
 
 #include <NvInferRuntime.h>
 #include <cuda_runtime_api.h>
@@ -129,6 +130,11 @@ ICudaEngine* IRuntime::deserializeCudaEngine(const void* plan, std::size_t size)
     record.type = DataType(type);
     record.shape = read_shape(text);
     record.profiles.clear();
+    record.updates.clear();
+    if (!record.is_input) {
+      text >> record.updates;
+      record.updates = record.updates == "-" ? "" : record.updates;
+    }
     for (std::int32_t at = 0; record.is_input && at < 3 * engine->profiles_; ++at) {
       record.profiles.push_back(read_shape(text));
     }
@@ -225,8 +231,15 @@ bool IExecutionContext::compute(bool into_outputs) const {
   if (into_outputs) {
     for (const StandinTensor& a : tensors) {
       for (const StandinTensor& b : tensors) {
-        if (&a != &b && !a.is_input &&
-            overlap(a.address, bytes_of(a.type, a.shape), b.address, bytes_of(b.type, b.shape))) {
+        if (&a == &b || a.is_input) {
+          continue;
+        }
+        if (engine_.find(a.name).updates == b.name) {
+          if (a.address != b.address) {
+            return refuse(std::string(a.name) + " is not upon " + b.name);
+          }
+        } else if (overlap(a.address, bytes_of(a.type, a.shape), b.address,
+                           bytes_of(b.type, b.shape))) {
           return refuse(std::string(a.name) + " is upon " + b.name);
         }
       }
