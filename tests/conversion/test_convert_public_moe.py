@@ -53,6 +53,18 @@ PATHS = {
         f"layers.{layer}.mlp.{part}" for layer in range(2) for part in ("experts", "router")
     ),
 }
+# Further forms of a structure whose first one is always tried; each takes seconds to recognise.
+FURTHER = {
+    "dbrx-norm-2",
+    "deepspeed-top1-residual",
+    "deepspeed-top2-keep-all",
+    "lucidrains-hierarchical",
+    "lucidrains-top2-random",
+    "lucidrains-top2-threshold",
+    "megablocks-dmoe-glu",
+    "torchscale-top1",
+    "transformers4-gpt-oss",
+}
 # Batch, length and seed.
 SIZES = ((2, 5, 0), (3, 7, 1), (1, 1, 2), (4, 16, 3))
 
@@ -78,7 +90,13 @@ def results(case: Case, model: nn.Module, *, original: bool) -> list[list[Tensor
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.filterwarnings("ignore:.*its own forward computes")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.every] * (case.name in FURTHER))
+        for case in CASES
+    ],
+)
 def test_public_structure(case: Case) -> None:
     assert case.convertible == (case.name not in LEFT)
     model = case.build()
