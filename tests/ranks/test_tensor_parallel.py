@@ -246,6 +246,10 @@ def test_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    arguments = ["export", "m.py", str(tmp_path / "m.onnx"), "--shape", "3,16", "--plan", HEADS]
-    result = CliRunner().invoke(app, arguments)
-    assert (result.exit_code, "--plan experts+heads needs --ranks" in result.stderr) == (2, True)
+    out = str(tmp_path / "m.onnx")
+    for arguments, error in (
+        (("export", "m.py", out, "--plan", HEADS), "--plan experts+heads needs --ranks"),
+        (("verify", out, "m.py", "--ranks"), "--ranks needs torchrun, which starts a process"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, error in result.stderr) == (2, True), result.stderr

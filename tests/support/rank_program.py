@@ -20,13 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
 
 import dynamo_moe
+from dynamo_moe.cli import app
 from dynamo_moe.language_models import example_case, performing
 from dynamo_moe.local_experts import LocalExperts
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import DroplessMoE
 from moe_architectures import ARCHITECTURES, example_inputs
+from small_models import mlp_model
 from trt_plugin.engine.communicator import Communicator
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
@@ -198,9 +201,23 @@ def verified() -> None:
         onnx.save(proto, path)
     with pytest.raises(ValueError, match=r"rank 1 of 2: .*Nowhere"):
         dynamo_moe.verify(path, model, group=group)
+    verified_by_the_command_line(path.with_name("mlp.onnx"))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
+
+
+def verified_by_the_command_line(file: Path) -> None:
+    """Every process succeeds, and the first one prints."""
+    if dist.get_rank() == 0:
+        model = mlp_model()
+        dynamo_moe.convert(model)
+        dynamo_moe.export(model, torch.randn(3, 16), file, ranks=dist.get_world_size())
+        file.with_name("made.py").write_text("from small_models import mlp_model as build\n")
+    dist.barrier()
+    command = ["verify", str(file), str(file.with_name("made.py")), "--ranks", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, "max_error" in done.stdout) == (0, dist.get_rank() == 0), done.output
 
 
 def cases(model: Any) -> list[dict[str, Any]]:
