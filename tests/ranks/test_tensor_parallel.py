@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -184,6 +185,10 @@ def test_files(exported: Any, family: str) -> None:
     # What latent attention keeps is of all heads.
     assert len(caches) == (0 if family.startswith("deepseek") else 4)
     assert set(record.split.values()) <= {1}
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(dynamo_moe.inspect(path))
+    assert ("and its share of 8 inputs and outputs" in shown.get()) == bool(caches)
     whole = {name: list(weight.shape) for name, weight in model.named_parameters()}
     for _, proto in files:
         rows = "shared_experts.down_proj.weight" if family == "deepseek_v3" else "o_proj.weight"
