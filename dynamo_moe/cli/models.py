@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import nn
@@ -443,6 +445,14 @@ def verify(
             show_default="that of the file's results",
         ),
     ] = None,
+    ranks: Annotated[
+        bool,
+        typer.Option(
+            "--ranks",
+            help="Under torchrun: FILE.onnx is the name of files for several ranks, of which each "
+            "process runs its own. Without it, one process runs all of them, given any one.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -453,6 +463,7 @@ def verify(
     """
     console = Console(file=sys.stderr, quiet=quiet)
     with failures(debug):
+        group, file = _own_rank(file) if ranks else (None, file)
         need_file(file)
         _need_onnxruntime()
         from dynamo_moe.files.file_form import form_of
@@ -468,9 +479,24 @@ def verify(
         else:
             module, args = _load(console, model, shape)
             _round_as_in(form_of(file), console, module, args)
-        report = _verify(console, file, module, [args] if shape and args else None)
-        print_report(report, as_json=as_json, quiet=quiet)
+        report = _verify(console, file, module, [args] if shape and args else None, group)
+        if group is None or group.rank() == 0:
+            print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
+
+
+def _own_rank(file: Path) -> tuple[dist.ProcessGroup, Path]:
+    """Returns the group that torchrun has started, and the file of this process's rank."""
+    from dynamo_moe.files.rank_files import rank_path
+
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise UsageError("--ranks needs torchrun, which starts a process for each rank")
+        dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    if group is None:
+        raise UsageError("--ranks needs a process group")
+    return group, rank_path(file, group.rank())
 
 
 def _plan(plan: str, ranks: int | None) -> str:
@@ -673,11 +699,15 @@ def _export(
 
 
 def _verify(
-    console: Console, file: Path, module: nn.Module, inputs: Sequence[tuple[Any, ...]] | None
+    console: Console,
+    file: Path,
+    module: nn.Module,
+    inputs: Sequence[tuple[Any, ...]] | None,
+    group: dist.ProcessGroup | None = None,
 ) -> dynamo_moe.VerificationReport:
     with step(console, "Verifying in ONNX Runtime"):
         try:
-            return dynamo_moe.verify(file, module, inputs, isolated=True)
+            return dynamo_moe.verify(file, module, inputs, group=group, isolated=True)
         except dynamo_moe.VerificationError as error:
             return error.report
 

@@ -146,11 +146,22 @@ def files_of_ranks(path: str | PathLike[str]) -> list[tuple[Path, onnx.ModelProt
         if not file.is_file():
             raise FileNotFoundError(f"the file of rank {rank} of {record.ranks} is missing: {file}")
     files = [(file, proto if file == path else load_graph(file)) for file in paths]
-    _check(files)
+    check(files)
     return files
 
 
-def _check(files: Sequence[tuple[Path, onnx.ModelProto]]) -> None:
+def header_of(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns what :func:`check` looks at: a graph's inputs and outputs, and the metadata."""
+    graph = onnx.GraphProto(input=proto.graph.input, output=proto.graph.output)
+    return onnx.ModelProto(graph=graph, metadata_props=proto.metadata_props)
+
+
+def check(files: Sequence[tuple[Path, onnx.ModelProto]]) -> None:
+    """Checks that the files of all ranks, in order, are those of one model.
+
+    Raises:
+        ValueError: If they do not fit each other, or experts are missing.
+    """
     (first, of_first), *_ = files
     following: dict[str, int] = {}
     totals: dict[str, int] = {}

@@ -232,7 +232,8 @@ def _rank(record: RankRecord) -> str:
         for share in record.layers.values()
     }
     shares = experts.pop() if len(experts) == 1 else f"{len(experts)} shares of layers' experts"
-    return f"{record.rank} of {record.ranks}: {shares}"
+    split = f", and its share of {len(record.split)} inputs and outputs" if record.split else ""
+    return f"{record.rank} of {record.ranks}: {shares}{split}"
 
 
 def _value(value: ValueSummary) -> Text:

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+import torch.distributed as dist
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from dynamo_moe.process_state import exclusive
 from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.errors import worst_errors
-from dynamo_moe.verification.ranks import Ranks
+from dynamo_moe.verification.ranks import Exchange, Ranks, exchange_of, own_file
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
 from dynamo_moe.verification.routing import (
     ChoicesOfFile,
@@ -59,6 +60,7 @@ def verify(
     *,
     reference: torch.nn.Module | None = None,
     tolerance: Tolerance | None = None,
+    group: dist.ProcessGroup | None = None,
     isolated: bool = False,
     timeout: float | None = None,
 ) -> VerificationReport:
@@ -85,6 +87,9 @@ def verify(
             a copy made before :func:`convert`. The routing is still compared with ``model``, whose
             own error is reported too.
         tolerance: None: by the lowest precision among the file's weights.
+        group: A process group, as of gloo, each process of which has the file of its rank, its own
+            ``path``, and all of which call this with the same model and cases. The model is whole,
+            or sharded over the same group as the files are. If one fails, all do.
         isolated: ONNX Runtime runs in a separate process, so that its crash is an error here.
         timeout: Seconds that this process may take to load the file, and to run each case.
 
@@ -107,13 +112,16 @@ def verify(
     path = Path(path)
     if timeout is not None and not isolated:
         raise ValueError("timeout needs isolated=True: only a separate process can be ended")
+    if group is not None and path.is_dir():
+        raise ValueError(f"group needs the file of a rank; {path} is a folder")
     if path.is_dir():
         if inputs is not None:
             raise ValueError(f"inputs are those of one file; {path} is a folder")
         options = {"reference": reference, "tolerance": tolerance}
         return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
     runtime_name = describe()
-    stored = load_graph(path)
+    exchange = None if group is None else exchange_of(group)
+    stored = load_graph(path) if exchange is None else own_file(path, exchange)
     proto = inlined(stored)
     tolerance = tolerance or tolerance_for(
         _precisions(proto), approximate_gelu=_approximates_gelu(proto)
@@ -126,7 +134,7 @@ def verify(
         file = (
             _LoadedFile(path, proto, runtime, is_stored=proto is stored)
             if rank_files.record_of(stored) is None
-            else _LoadedRanks(path, runtime)
+            else _LoadedRanks(path, proto, runtime, exchange)
         )
         models = _Models(model, reference, len(proto.graph.output))
         results = [_verified(file, models, trial, tolerance) for trial in trials]
@@ -382,6 +390,10 @@ class _LoadedFile:
         results = self._run(self._session, feeds, [*self._outputs, *routed])
         return results[: len(self._outputs)], results[len(self._outputs) :]
 
+    def greatest(self, *values: float) -> list[float]:
+        """Returns the values: there are no other files."""
+        return [*values]
+
     def _run(
         self, session: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
     ) -> list[Tensor]:
@@ -394,11 +406,19 @@ class _LoadedFile:
 class _LoadedRanks:
     """The files of all ranks, without expert ids, of which each has its own alone."""
 
-    def __init__(self, path: Path, runtime: Runtime) -> None:
+    def __init__(
+        self, path: Path, proto: onnx.ModelProto, runtime: Runtime, exchange: Exchange | None
+    ) -> None:
         self._path = path
-        files = rank_files.files_of_ranks(path)
-        self._ranks = Ranks([(file, inlined(proto)) for file, proto in files], runtime)
+        files = [(path, proto)]
+        if exchange is None:
+            files = [(file, inlined(each)) for file, each in rank_files.files_of_ranks(path)]
+        self._ranks = Ranks(files, runtime, exchange)
         self.inputs, self.ranks = self._ranks.inputs, len(files)
+
+    def greatest(self, *values: float) -> list[float]:
+        """Returns the greatest that any rank has of each value: all of them go on as one."""
+        return self._ranks.greatest(*values)
 
     def run(
         self, feeds: Mapping[str, np.ndarray], *, routing: bool
@@ -493,7 +513,7 @@ def _verified(
             return replace(visible, excepted="hidden tokens")
     with TiesByIndex() as ties:
         by_index = models.results(trial.case)
-    if ties.found:
+    if any(file.greatest(ties.found)):
         again = _compare(file, feeds, by_index, bound, trial.kept)
         if again.passed:
             others = other_choices(results.routed, by_index.routed)
@@ -530,7 +550,7 @@ def _compare(
     outputs, of_model, expected = (
         _visible(tensors, kept) for tensors in (outputs, results.outputs, results.expected)
     )
-    max_error, rms_error = worst_errors("file", outputs, expected * file.ranks)
+    max_error, rms_error = file.greatest(*worst_errors("file", outputs, expected * file.ranks))
     has_reference = results.outputs is not results.expected
     return CaseResult(
         shapes={name: tuple(value.shape) for name, value in feeds.items()},

@@ -1,25 +1,61 @@
-"""The files of all ranks in one process: each is cut at its sums over ranks, which are done here.
+"""The files of ranks in ONNX Runtime: each is cut at its sums over ranks, which are done here.
 
-No runtime's own collectives are needed, nor as many devices as ranks.
+No runtime's own collectives are needed, nor as many devices as ranks. All of them run in one
+process, or each in a process of its own, on machines that may be different ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import torch.distributed as dist
 
-from dynamo_moe.files.model_files import subgraphs
+from dynamo_moe.files import rank_files
+from dynamo_moe.files.model_files import load_graph, subgraphs
 from dynamo_moe.files.rank_files import record_of
 from dynamo_moe.moe_nodes.nodes import SUM_OVER_RANKS
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ALL_REDUCE, TENSORRT_COLLECTIVE
 from dynamo_moe.operators.schemas import is_own_domain
-from dynamo_moe.verification.runtime import Runtime
+from dynamo_moe.verification.runtime import RefusedError, Runtime
+
+Exchange = Callable[[Any], list[Any]]
+"""From what a process has to what those of all ranks have, in order; all of them call it."""
+
+
+def exchange_of(group: dist.ProcessGroup) -> Exchange:
+    """Returns the exchange among the processes of a group."""
+
+    def exchange(value: Any) -> list[Any]:
+        values: list[Any] = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return exchange
+
+
+def own_file(path: Path, exchange: Exchange) -> onnx.ModelProto:
+    """Returns the graph of a process's own file, which fits those of the others.
+
+    Raises:
+        ValueError: If one of the processes cannot read its file, or the files do not fit.
+    """
+    proto, failure = onnx.ModelProto(), ""
+    try:
+        proto = load_graph(path)
+    except (OSError, ValueError) as error:
+        failure = str(error)
+    said = exchange((str(path), rank_files.header_of(proto).SerializeToString(), failure))
+    for rank, (_, _, reason) in enumerate(said):
+        if reason:
+            raise ValueError(f"rank {rank} of {len(said)}: {reason}")
+    rank_files.check([(Path(name), onnx.ModelProto.FromString(head)) for name, head, _ in said])
+    return proto
 
 
 class Part(NamedTuple):
@@ -39,19 +75,26 @@ class Part(NamedTuple):
 
 
 class Ranks:
-    """The files of all ranks in ONNX Runtime, which run side by side.
+    """The files of ranks in ONNX Runtime, which run side by side.
 
     Args:
-        files: Each rank's file and its graph.
+        files: The file of each rank that is in this process, and its graph.
         runtime: What loads and runs them.
+        exchange: Where each process has one rank; None: all are in this one.
 
     Raises:
         ValueError: If the files do not sum equally often.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, onnx.ModelProto]], runtime: Runtime) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[Path, onnx.ModelProto]],
+        runtime: Runtime,
+        exchange: Exchange | None = None,
+    ) -> None:
         self._ranks = [_Rank(path, proto, runtime) for path, proto in files]
-        counts = [len(rank.parts) - 1 for rank in self._ranks]
+        self._exchange = exchange
+        counts = self._gathered(lambda rank: len(rank.parts) - 1)
         if len({*counts}) > 1:
             raise ValueError(f"the files of the ranks have different numbers of sums: {counts}")
         proto = files[0][1]
@@ -59,35 +102,70 @@ class Ranks:
         self.outputs = [value.name for value in proto.graph.output]
         record = record_of(proto)
         self._split: Mapping[str, int] = {} if record is None else record.split
+        self._first = 0 if exchange is None or record is None else record.rank
+        self._count = len(counts)
+        self._shares = {
+            value.name: value.type.tensor_type.shape.dim[self._split[value.name]].dim_value
+            for value in proto.graph.input
+            if value.name in self._split
+        }
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Runs all ranks, and returns the outputs of each, rank by rank.
+        """Runs the ranks, and returns the outputs of each in this process, rank by rank.
 
-        Of what is split among them, each gets its share, and all results are the whole.
+        Of what is split among them, each gets its share, and all results are the whole. A process
+        with one rank may be given its share, and gets that of the results then.
 
         Raises:
             RefusedError: If ONNX Runtime cannot load a part of a file, or run it on these inputs.
         """
-        for number, rank in enumerate(self._ranks):
-            rank.begin({name: self._share(name, value, number) for name, value in feeds.items()})
-        for number in range(len(self._ranks[0].parts)):
-            for rank in self._ranks:
-                rank.compute(number)
-            if self._ranks[0].parts[number].summed is not None:
-                total = reduce(np.add, [rank.part_of_sum(number) for rank in self._ranks])
+        are_shares = self._exchange is not None and any(
+            feeds[name].shape[self._split[name]] == size for name, size in self._shares.items()
+        )
+        for number, rank in enumerate(self._ranks, self._first):
+            rank.begin(
+                dict(feeds)
+                if are_shares
+                else {name: self._share(name, value, number) for name, value in feeds.items()}
+            )
+        for number, part in enumerate(self._ranks[0].parts):
+            added = self._gathered(partial(_Rank.compute, number=number))
+            if part.summed is not None:
+                total = reduce(np.add, added)
                 for rank in self._ranks:
                     rank.end_sum(number, total)
+        split = [name for name in self.outputs if name in self._split and not are_shares]
+        shares = self._gathered(lambda rank: [rank.values[name] for name in split])
         whole = {
-            name: np.concatenate([rank.values[name] for rank in self._ranks], self._split[name])
-            for name in self.outputs
-            if name in self._split
+            name: np.concatenate(each, self._split[name])
+            for name, each in zip(split, zip(*shares, strict=True), strict=True)
         }
         return [whole.get(name, rank.values[name]) for rank in self._ranks for name in self.outputs]
+
+    def greatest(self, *values: float) -> list[float]:
+        """Returns the greatest that any rank has of each value."""
+        said = [values] if self._exchange is None else self._exchange(values)
+        return [*map(float, np.max(said, axis=0))]
+
+    def _gathered(self, of: Callable[[_Rank], Any]) -> list[Any]:
+        """Returns something of all ranks, in order; if one cannot give it, none goes on."""
+        if self._exchange is None:
+            return [of(rank) for rank in self._ranks]
+        [own], value, failure = self._ranks, None, ""
+        try:
+            value = of(own)
+        except RefusedError as error:
+            failure = str(error)
+        said = self._exchange((value, failure))
+        for rank, (_, reason) in enumerate(said):
+            if reason:
+                raise RefusedError(f"rank {rank} of {len(said)}: {reason}")
+        return [value for value, _ in said]
 
     def _share(self, name: str, value: np.ndarray, rank: int) -> np.ndarray:
         if name not in self._split:
             return value
-        axis, ranks = self._split[name], len(self._ranks)
+        axis, ranks = self._split[name], self._count
         if value.shape[axis] % ranks:
             raise ValueError(
                 f"{name} has {value.shape[axis]} values along axis {axis}, no multiple of the "
@@ -116,31 +194,24 @@ class _Rank:
             for name in taken & self._initializers.keys()
         } | dict(feeds)
 
-    def compute(self, number: int) -> None:
-        """Computes a part."""
+    def compute(self, number: int) -> np.ndarray | None:
+        """Computes a part, and returns what the rank adds to the sum behind it, if there is one."""
         part = self.parts[number]
-        if not part.outputs:
-            return
-        feeds = {name: self.values[name] for name in part.inputs}
-        if number not in self._sessions:
-            model = self._model(part, feeds).SerializeToString()
-            self._sessions[number], _ = self._runtime.load(model, str(self._path.parent))
-        results = self._runtime.run(self._sessions[number], feeds, part.outputs)
-        self.values.update(zip(part.outputs, results, strict=True))
-
-    def part_of_sum(self, number: int) -> np.ndarray:
-        """Returns what the rank adds to the sum behind a part."""
-        return self.values[self._sum(number)[0]]
+        if part.outputs:
+            feeds = {name: self.values[name] for name in part.inputs}
+            if number not in self._sessions:
+                model = self._model(part, feeds).SerializeToString()
+                self._sessions[number], _ = self._runtime.load(model, str(self._path.parent))
+            results = self._runtime.run(self._sessions[number], feeds, part.outputs)
+            self.values.update(zip(part.outputs, results, strict=True))
+        return None if part.summed is None else self.values[part.summed[0]]
 
     def end_sum(self, number: int, total: np.ndarray) -> None:
         """Has the result of the sum behind a part."""
-        self.values[self._sum(number)[1]] = total
-
-    def _sum(self, number: int) -> tuple[str, str]:
         summed = self.parts[number].summed
         if summed is None:
             raise ValueError(f"there is no sum behind part {number} of {self._path}")
-        return summed
+        self.values[summed[1]] = total
 
     def _model(self, part: Part, feeds: Mapping[str, np.ndarray]) -> onnx.ModelProto:
         """Returns a part as a model of its own, for inputs of these dtypes."""

@@ -38,7 +38,7 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, ("families", "heads", "training", "idle", "compiled", "communicator")),
+        (2, ("families", "heads", "training", "idle", "compiled", "verified", "communicator")),
         (4, ("training", "idle")),
     ],
 )

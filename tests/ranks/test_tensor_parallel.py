@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -181,9 +182,13 @@ def test_files(exported: Any, family: str) -> None:
     record = record_of(files[0][1])
     assert record is not None
     caches = [name for name in record.split if name.startswith("past_key_values.")]
-    # Latent attention is whole in the plan of DeepSeek-V3.
-    assert len(caches) == (0 if family == "deepseek_v3" else 4)
+    # What latent attention keeps is of all heads.
+    assert len(caches) == (0 if family.startswith("deepseek") else 4)
     assert set(record.split.values()) <= {1}
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(dynamo_moe.inspect(path))
+    assert ("and its share of 8 inputs and outputs" in shown.get()) == bool(caches)
     whole = {name: list(weight.shape) for name, weight in model.named_parameters()}
     for _, proto in files:
         rows = "shared_experts.down_proj.weight" if family == "deepseek_v3" else "o_proj.weight"
@@ -246,6 +251,10 @@ def test_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    arguments = ["export", "m.py", str(tmp_path / "m.onnx"), "--shape", "3,16", "--plan", HEADS]
-    result = CliRunner().invoke(app, arguments)
-    assert (result.exit_code, "--plan experts+heads needs --ranks" in result.stderr) == (2, True)
+    out = str(tmp_path / "m.onnx")
+    for arguments, error in (
+        (("export", "m.py", out, "--plan", HEADS), "--plan experts+heads needs --ranks"),
+        (("verify", out, "m.py", "--ranks"), "--ranks needs torchrun, which starts a process"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, error in result.stderr) == (2, True), result.stderr

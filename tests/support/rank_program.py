@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import onnx
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
 
 import dynamo_moe
+from dynamo_moe.cli import app
+from dynamo_moe.language_models import example_case, performing
 from dynamo_moe.local_experts import LocalExperts
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import DroplessMoE
 from moe_architectures import ARCHITECTURES, example_inputs
+from small_models import mlp_model
 from trt_plugin.engine.communicator import Communicator
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
@@ -152,6 +161,71 @@ def compiled() -> None:
     assert targets.count(torch.ops.moe.sum_over_ranks.default) == 1
 
 
+def verified() -> None:
+    """Each process verifies its own file, with the whole model and with its share of it.
+
+    Where one of them fails, all do.
+    """
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model: Any = ARCHITECTURES["mixtral"].build(num_hidden_layers=1).eval()
+    dynamo_moe.convert(model)
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / f"m.rank{rank}.onnx"
+    plan: Any = "experts+heads"
+    if rank == 0:
+        whole = path.with_name("m.onnx")
+        dynamo_moe.export_language_model(model, whole, ranks=dist.get_world_size(), plan=plan)
+    dist.barrier()
+    assert dynamo_moe.verify(path, model, cases(model), group=group).passed
+    missing = path if rank == 0 else path.with_name("nowhere.onnx")
+    with pytest.raises(ValueError, match="rank 1 of 2: no such file"):
+        dynamo_moe.verify(missing, model, group=group)
+    with pytest.raises(ValueError, match="must be for rank 1 of 2, and is for rank 0"):
+        dynamo_moe.verify(path.with_name("m.rank0.onnx"), model, group=group)
+    dynamo_moe.shard(model, plan=plan)
+    assert dynamo_moe.verify(path, model, cases(model), group=group).passed
+    proto = onnx.load(path)
+    if rank == 1:
+        # What it keeps is its own alone, and wrong.
+        (weight,) = (
+            each for each in proto.graph.initializer if each.name.endswith("k_proj.weight")
+        )
+        values = onnx.numpy_helper.to_array(weight)
+        weight.CopyFrom(onnx.numpy_helper.from_array(-values, weight.name))
+        onnx.save(proto, path)
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, model, cases(model), group=group)
+    if rank == 1:
+        proto.graph.node[-1].op_type = "Nowhere"
+        onnx.save(proto, path)
+    with pytest.raises(ValueError, match=r"rank 1 of 2: .*Nowhere"):
+        dynamo_moe.verify(path, model, group=group)
+    verified_by_the_command_line(path.with_name("mlp.onnx"))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def verified_by_the_command_line(file: Path) -> None:
+    """Every process succeeds, and the first one prints."""
+    if dist.get_rank() == 0:
+        model = mlp_model()
+        dynamo_moe.convert(model)
+        dynamo_moe.export(model, torch.randn(3, 16), file, ranks=dist.get_world_size())
+        file.with_name("made.py").write_text("from small_models import mlp_model as build\n")
+    dist.barrier()
+    command = ["verify", str(file), str(file.with_name("made.py")), "--ranks", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, "max_error" in done.stdout) == (0, dist.get_rank() == 0), done.output
+
+
+def cases(model: Any) -> list[dict[str, Any]]:
+    """Returns one case, with a cache, for a model or its share."""
+    with performing(model, "text-generation-with-past"):
+        return [example_case(model)]
+
+
 def communicator() -> None:
     """Each rank's communicator has its own number, and the size of the group."""
     made = Communicator(dist.group.WORLD)
@@ -172,7 +246,7 @@ def failing() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
-    for case in (families, heads, training, idle, compiled, communicator, failing)
+    for case in (families, heads, training, idle, compiled, verified, communicator, failing)
 }
 
 
