@@ -13,12 +13,20 @@ import torch
 from dynamo_moe.files import rank_files
 from dynamo_moe.files.kernel_layers import inlined_model
 from dynamo_moe.files.model_files import all_nodes, load_graph
-from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, moe_nodes, parse
+from dynamo_moe.moe_nodes.nodes import (
+    DOMAIN,
+    DROPLESS,
+    DROPLESS_PACKED,
+    EXPERTS,
+    EXPERTS_PACKED,
+    moe_nodes,
+    parse,
+)
 
 if TYPE_CHECKING:
     import onnxruntime
 
-_OPERATORS = (DROPLESS, EXPERTS)
+_OPERATORS = (DROPLESS, EXPERTS, DROPLESS_PACKED, EXPERTS_PACKED)
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 # Of layers that the library does not compute; its operators have the domain DOMAIN.
 _BODIES_DOMAIN = f"{DOMAIN}.body"
@@ -33,10 +41,10 @@ def session(
 ) -> onnxruntime.InferenceSession:
     """Opens an exported file in ONNX Runtime, with the native library's operators for its layers.
 
-    The operators compute ``DroplessMoE`` and ``DroplessMoEExperts`` on the CPU; ONNX Runtime takes
-    them in place of the functions beside the nodes. Functions still compute layers in float64 and
-    those with packed weights. A file whose layers have several configurations, or some in float64,
-    is changed in memory so that each layer finds its operator.
+    The operators compute MoE layers on the CPU, with plain and with packed weights; ONNX Runtime
+    takes them in place of the functions beside the nodes. Functions still compute layers in
+    float64. A file whose layers have several configurations, or some in float64, is changed in
+    memory so that each layer finds its operator.
 
     Args:
         path: The file, as :func:`dynamo_moe.export` writes it with the target ``plugin``. One with
