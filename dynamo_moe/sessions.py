@@ -26,7 +26,8 @@ from dynamo_moe.moe_nodes.nodes import (
 if TYPE_CHECKING:
     import onnxruntime
 
-_OPERATORS = (DROPLESS, EXPERTS, DROPLESS_PACKED, EXPERTS_PACKED)
+#: Operators that the native library has.
+OPERATORS = (DROPLESS, EXPERTS, DROPLESS_PACKED, EXPERTS_PACKED)
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 # Of layers that the library does not compute; its operators have the domain DOMAIN.
 _BODIES_DOMAIN = f"{DOMAIN}.body"
@@ -60,13 +61,11 @@ def session(
     """
     import onnxruntime
 
-    from trt_plugin import library_path
-
     model = load_graph(path)
     rank_files.need_no_rank(path, model)
     options = onnxruntime.SessionOptions() if options is None else options
-    options.register_custom_ops_library(str(library_path()))
-    if not _rename(model):
+    options.register_custom_ops_library(library())
+    if not take_operators(model):
         return onnxruntime.InferenceSession(os.fspath(path), options, providers=list(providers))
     folder = Path(path).resolve().parent
     options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, str(folder))
@@ -75,7 +74,18 @@ def session(
     )
 
 
-def _rename(model: onnx.ModelProto) -> bool:
+def library() -> str:
+    """Returns the path of the native library.
+
+    Raises:
+        FileNotFoundError: If it is missing.
+    """
+    from trt_plugin import library_path
+
+    return str(library_path())
+
+
+def take_operators(model: onnx.ModelProto) -> bool:
     """Gives layers the domain of their operator or, in float64, of functions; whether any changed.
 
     The operators have one domain, the functions of each configuration have their own.
@@ -83,7 +93,7 @@ def _rename(model: onnx.ModelProto) -> bool:
     domains = {
         (function.domain, function.name)
         for function in model.functions
-        if function.name in _OPERATORS
+        if function.name in OPERATORS
         and (function.domain == DOMAIN or function.domain.startswith(f"{DOMAIN}."))
     }
     renamed = {}
@@ -100,7 +110,7 @@ def _rename(model: onnx.ModelProto) -> bool:
     kept = []
     for function in model.functions:
         domain = renamed.get((function.domain, function.name), function.domain)
-        if domain != DOMAIN or function.name not in _OPERATORS:
+        if domain != DOMAIN or function.name not in OPERATORS:
             function.domain = domain
             kept.append(function)
     for imports in (model.opset_import, *(function.opset_import for function in kept)):

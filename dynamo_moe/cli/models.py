@@ -421,6 +421,14 @@ def verify(
             show_default="that of the file's results",
         ),
     ] = None,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="The native library's operators compute the MoE nodes, not the functions beside "
+            "them; says which nodes they did.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -446,7 +454,8 @@ def verify(
         else:
             module, args = _load(console, model, shape)
             _round_as_in(form_of(file), console, module, args)
-        report = _verify(console, file, module, [args] if shape and args else None)
+        inputs = [args] if shape and args else None
+        report = _verify(console, file, module, inputs, library=library)
         print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
 
@@ -645,11 +654,16 @@ def _export(
 
 
 def _verify(
-    console: Console, file: Path, module: nn.Module, inputs: Sequence[tuple[Any, ...]] | None
+    console: Console,
+    file: Path,
+    module: nn.Module,
+    inputs: Sequence[tuple[Any, ...]] | None,
+    *,
+    library: bool = False,
 ) -> dynamo_moe.VerificationReport:
     with step(console, "Verifying in ONNX Runtime"):
         try:
-            return dynamo_moe.verify(file, module, inputs, isolated=True)
+            return dynamo_moe.verify(file, module, inputs, isolated=True, library=library)
         except dynamo_moe.VerificationError as error:
             return error.report
 

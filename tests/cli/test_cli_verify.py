@@ -57,6 +57,8 @@ def test_verify_a_file() -> None:
     result = run("verify", "net.onnx", "models.py", "--json", "--shape", "3,5,16")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["cases"][0]["shapes"] == {"x": [3, 5, 16]}
+    result = run("verify", "net.onnx", "models.py", "--json", "--shape", "3,5,16", "--library")
+    assert len(json.loads(result.stdout)["by_operator"]) == 1
     quiet = run("verify", "net.onnx", "models.py", "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
     assert "agrees" in run("verify", "net.onnx", "models.py").stdout
