@@ -95,7 +95,8 @@ def export(
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
             "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
             "TRT_MoE, experimental.",
-            show_default="plugin; onnxruntime with --format genai or --shared-cache",
+            show_default="plugin; onnxruntime with --format genai or --shared-cache; plugin with "
+            "--library",
         ),
     ] = None,
     verify: Annotated[
@@ -275,6 +276,15 @@ def export(
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = None,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="With --format genai: the native library computes the MoE layers; a copy of it is "
+            "in the folder.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = False,
     shared_cache: Annotated[
         bool | None,
         typer.Option(
@@ -344,11 +354,13 @@ def export(
                 "--dtype": dtype,
                 "--link-weights": link_weights,
                 "--format": folder_format,
+                "--library": library,
                 "--shared-cache": shared_cache,
                 "--bounded-windows": bounded_windows,
             },
         )
-        for_runtime = folder_format == "genai" or shared_cache
+        _check_library(library, folder_format)
+        for_runtime = (folder_format == "genai" or shared_cache) and not library
         target = target or ("onnxruntime" if for_runtime else DEFAULT_TARGET)
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile, "fuse": fuse}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
@@ -373,6 +385,7 @@ def export(
                     "task": task or "text-generation-with-past",
                     "link_weights": link_weights,
                     "folder": folder_format,
+                    "library": library,
                     "bounded_windows": bounded_windows,
                 }
                 if shared_cache is not None:
@@ -393,7 +406,9 @@ def export(
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
                         _quantize(console, module, rounding)
                     written = exported.path if folder_format or not is_folder else target_file
-                    report = outcome.verification = _verify(console, written, module, None)
+                    report = outcome.verification = _verify(
+                        console, written, module, None, library=library
+                    )
                     _check(report)
 
 
@@ -464,6 +479,11 @@ def _check_together(*pairs: Mapping[str, Any]) -> None:
     for options in pairs:
         if all(options.values()):
             raise UsageError(f"{' and '.join(options)} contradict each other")
+
+
+def _check_library(library: bool, folder_format: str | None) -> None:
+    if library and folder_format != "genai":
+        raise UsageError("--library needs --format genai")
 
 
 def _check_source(

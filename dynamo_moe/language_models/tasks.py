@@ -23,7 +23,7 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
-from dynamo_moe.files import cache_entries, model_parts
+from dynamo_moe.files import cache_entries, library_operators, model_parts
 from dynamo_moe.files.cache_entries import SEQUENCE, TOTAL
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import FILES, PartName
@@ -76,6 +76,7 @@ def export_language_model(
     folder: FolderFormat | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     bounded_windows: bool = False,
+    library: bool = False,
     **options: Any,
 ) -> ExportReport:
     """Exports a language model of transformers, after :func:`convert`. B, S and P are symbolic.
@@ -114,6 +115,10 @@ def export_language_model(
             onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
         tokenizer: The model's tokenizer, for the folder; None: that of its checkpoint's folder.
+        library: With ``folder="genai"``, the native library's operators compute the MoE layers: the
+            folder has a copy of the library, for machines like this one, and the target is
+            ``plugin``. Layers of several configurations find their operators by a change of the
+            file, which then runs with the library alone.
         options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
             ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``progress``
             and ``profile`` of :func:`export`; no ``ranks`` with a folder.
@@ -126,7 +131,9 @@ def export_language_model(
             cache holds what a file cannot keep, such as blocks of tokens, or states that do not
             begin with zeros, which only weights with values show; if the task is
             ``image-text-to-text`` and the model sees no pictures, or is more than the three parts;
-            if ``folder`` is unknown, or its runtime cannot run the file.
+            if ``folder`` is unknown, or its runtime cannot run the file; if ``library`` is given
+            with another folder or target than those.
+        FileNotFoundError: With ``library``, if it is missing.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
@@ -134,6 +141,8 @@ def export_language_model(
     if options.get("ranks") is not None and (folder is not None or task == "image-text-to-text"):
         what = f"task {task!r}" if folder is None else f"a folder for {folder!r}"
         raise ValueError(f"{what} has files for one device: it takes no ranks")
+    if library:
+        _check_library(folder, options)
     check_folder(path, folder, links=options.get("link_weights", False))
     if task == "image-text-to-text":
         return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
@@ -159,9 +168,22 @@ def export_language_model(
             tokenizer,
             cache=cache,
             shared_cache=options.get("shared_cache", False),
+            library=library,
         )
         size = sum(file.stat().st_size for file in files)
         return replace(report, files=tuple(files), file_bytes=size, notes=(*report.notes, *notes))
+
+
+def _check_library(folder: FolderFormat | None, options: dict[str, Any]) -> None:
+    """Checks that a file's folder and target have a use for the native library."""
+    if folder != "genai":
+        raise ValueError(f"library needs folder='genai', got {folder!r}")
+    target = TARGETS.get(options.setdefault("target", "plugin"))
+    if target is not None and not target.keeps_nodes:
+        raise ValueError(
+            f"library needs target 'plugin', whose nodes its operators compute, got {target.name!r}"
+        )
+    library_operators.library()
 
 
 def _export_parts(

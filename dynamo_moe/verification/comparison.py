@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,18 +21,19 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
 from custom_ops.dtypes import FLOATS
-from dynamo_moe import language_models, pytree, sessions
+from dynamo_moe import language_models, pytree
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files import cache_entries, model_parts, rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
+from dynamo_moe.files.library_operators import OPERATORS, operator_nodes, take_operators
+from dynamo_moe.files.library_operators import library as library_file
 from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import target_of
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION, foreign_operator
-from dynamo_moe.operators.schemas import is_own_domain
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
@@ -53,7 +53,6 @@ Case = tuple[Any, ...] | Mapping[str, Any]
 
 # How many inputs a message shows.
 _SHOWN = 4
-_OPERATORS = sessions.OPERATORS
 
 
 def verify(
@@ -162,7 +161,7 @@ def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> Verif
     if missing:
         raise ValueError(f"folder {folder} has no {', '.join(missing)}")
     library = options.pop("library")
-    computed = {file for file in files if library and _operator_nodes(inlined(load_graph(file)))}
+    computed = {file for file in files if library and operator_nodes(inlined(load_graph(file)))}
     if library and not computed:
         raise ValueError(_no_operators(folder))
     reports = [verify(file, model, library=file in computed, **options) for file in files]
@@ -178,26 +177,16 @@ def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> Verif
     )
 
 
-def _operator_nodes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Returns the nodes that operators of the native library are for."""
-    nodes = chain(proto.graph.node, *(function.node for function in proto.functions))
-    return [
-        node
-        for node in all_nodes(nodes)
-        if is_own_domain(node.domain) and node.op_type in _OPERATORS
-    ]
-
-
 def _need_operators(path: Path, proto: onnx.ModelProto) -> None:
     rank_files.need_no_rank(path, proto)
-    if not _operator_nodes(proto):
+    if not operator_nodes(proto):
         raise ValueError(_no_operators(path))
 
 
 def _no_operators(path: Path) -> str:
     return (
         f"{path} has no node that the native library's operators compute "
-        f"({', '.join(_OPERATORS)}): export the model with target 'plugin'"
+        f"({', '.join(OPERATORS)}): export the model with target 'plugin'"
     )
 
 
@@ -415,11 +404,11 @@ class _LoadedFile:
         self._path, self._runtime, self.ranks = path, runtime, 1
         self._outputs = [value.name for value in proto.graph.output]
         separate = bool(_foreign_targets(proto)) or not (is_stored or profiles)
-        self._computed = [node.name for node in _operator_nodes(proto)] if profiles else []
+        self._computed = [node.name for node in operator_nodes(proto)] if profiles else []
         as_it_is: tuple[Any, ...] = (str(path),)
         if profiles:
-            library = sessions.library(), profiles
-            sessions.take_operators(proto)
+            library = library_file(), profiles
+            take_operators(proto)
             as_it_is = proto.SerializeToString(), str(path.parent), library
         self._routed, routed = add_routing_outputs(proto), as_it_is
         if self._routed:
@@ -436,7 +425,7 @@ class _LoadedFile:
 
     def moe_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns the MoE nodes that operators of the library computed, and those that did not."""
-        ran = {name for op, name in self._runtime.nodes_run(self._session) if op in _OPERATORS}
+        ran = {name for op, name in self._runtime.nodes_run(self._session) if op in OPERATORS}
         by_function = tuple(name for name in self._computed if name not in ran)
         return tuple(name for name in self._computed if name in ran), by_function
 

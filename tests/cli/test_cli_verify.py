@@ -20,6 +20,13 @@ pytest_plugins = ("cli_models",)
 pytestmark = pytest.mark.usefixtures("in_the_folder_of_models")
 
 
+def test_the_library_needs_a_folder_for_genai(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for options in ((), ("--format", "transformers")):
+        message = error_of("export", str(tmp_path), "out", "--library", *options, code=2)
+        assert message == "--library needs --format genai"
+
+
 def test_verify_needs_a_file() -> None:
     assert error_of("verify", "no.onnx", "models.py", code=2) == "no such file: no.onnx"
 
