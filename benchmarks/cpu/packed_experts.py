@@ -12,15 +12,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.common.onnx_files import open_session
 from benchmarks.common.report import conditions, matching_cases, parser, table, write_json
-from benchmarks.common.timing import Timing, fresh_processes, turns
-from benchmarks.cpu.function_bodies import LIBRARY, Case, turn
+from benchmarks.common.timing import Timing, time_in_turns
+from benchmarks.cpu.function_bodies import LIBRARY, Case
 from trt_plugin import library_path
 
-TURNS = 3
+# Threads of a session that waits would take the cores from the one that runs.
+NO_SPINNING = {"session.intra_op.allow_spinning": "0"}
 GROUP = 32
 TARGETS: tuple[Any, ...] = ("plugin", "onnxruntime")
 # Sixteen of Qwen3-30B-A3B's experts; gpt-oss-20b's with a quarter of their width and hidden width.
@@ -98,27 +103,27 @@ def export(case: Case, folder: Path) -> dict[str, Path]:
 def measure(
     case: Case, threads: int, runs: int, only: Collection[str]
 ) -> dict[str, tuple[Timing, int]]:
-    """Times the files of one case in turns, each in a process of its own; returns bytes too."""
-    with tempfile.TemporaryDirectory() as folder, fresh_processes() as processes:
-        exported = export(case, Path(folder))
-        paths = {n: path for n, path in exported.items() if not only or n.split(", ")[1] in only}
-        times: dict[str, list[float]] = {name: [] for name in paths}
-        for _, name in turns(paths, TURNS):
+    """Times the files of one case, whose calls take turns in this process; returns bytes too."""
+    rng = np.random.default_rng(1)
+    feeds = {"x": rng.standard_normal((case.tokens, case.width), np.float32)}
+    calls, sizes = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in export(case, Path(folder)).items():
+            if only and name.split(", ")[1] not in only:
+                continue
             library = library_path() if name.endswith(LIBRARY) else None
-            new, _ = processes.submit(turn, case, paths[name], threads, runs, library).result()
-            times[name] += new
-        sizes = {
-            name: sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-            for name, path in paths.items()
-        }
-    return {name: (Timing.of(samples), sizes[name]) for name, samples in times.items()}
+            session = open_session(path, threads, NO_SPINNING, library=library)
+            calls[name] = partial(session.run, None, feeds)
+            sizes[name] = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+    times = time_in_turns(calls, runs, lambda: None)
+    return {name: (timing, sizes[name]) for name, timing in times.items()}
 
 
 def main() -> None:
     """Times layers with packed experts in ONNX Runtime."""
     known = parser(__doc__, "json")
     known.add_argument("--threads", type=int, default=1, help="threads of each session")
-    known.add_argument("--runs", type=int, default=10, help="timed runs of each file in each turn")
+    known.add_argument("--runs", type=int, default=20, help="timed runs of each file")
     known.add_argument("--only", nargs="*", default=(), choices=[LIBRARY, *TARGETS], help="these")
     known.add_argument("--case", default="", help="only layers whose name contains this")
     given = known.parse_args()

@@ -136,15 +136,17 @@ DYNAMO_MOE_INLINE void ReadBlocks(const std::uint8_t* row, std::int64_t columns,
 template <typename Code, bool Zeros, typename Sink>
 DYNAMO_MOE_INLINE void ReadRow(const std::uint8_t* row, std::int64_t columns, std::int64_t block,
                                const float* scales, const float* zeros, Sink* sink) {
-  constexpr std::int64_t of_nvfp4 = 16;
-  constexpr std::int64_t common = 32;
-  if (block == of_nvfp4 && columns % of_nvfp4 == 0) {
-    ReadBlocks<Code, Zeros, of_nvfp4>(row, columns, block, scales, zeros, sink);
-  } else if (block == common && columns % common == 0) {
-    ReadBlocks<Code, Zeros, common>(row, columns, block, scales, zeros, sink);
-  } else {
-    ReadBlocks<Code, Zeros, 0>(row, columns, block, scales, zeros, sink);
+  if constexpr (Code::kPerByte == 2) {
+    constexpr std::int64_t of_nvfp4 = 16;
+    constexpr std::int64_t common = 32;
+    if (block == of_nvfp4 && columns % of_nvfp4 == 0) {
+      return ReadBlocks<Code, Zeros, of_nvfp4>(row, columns, block, scales, zeros, sink);
+    }
+    if (block == common && columns % common == 0) {
+      return ReadBlocks<Code, Zeros, common>(row, columns, block, scales, zeros, sink);
+    }
   }
+  ReadBlocks<Code, Zeros, 0>(row, columns, block, scales, zeros, sink);
 }
 
 // Writes a row.
