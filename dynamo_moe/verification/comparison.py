@@ -178,7 +178,12 @@ def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> Verif
 
 
 def _need_operators(path: Path, proto: onnx.ModelProto) -> None:
-    rank_files.need_no_rank(path, proto)
+    record = rank_files.record_of(proto)
+    if record is not None:
+        raise ValueError(
+            f"library needs a file for one device; {path} is for rank {record.rank} of "
+            f"{record.ranks}"
+        )
     if not operator_nodes(proto):
         raise ValueError(_no_operators(path))
 

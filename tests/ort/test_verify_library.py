@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from packed_cases import PackedLayer, packed_case
+from small_models import mlp_model
 
 
 class Layers(nn.Module):
@@ -63,6 +64,16 @@ def test_a_file_that_differs(tmp_path: Path) -> None:
     onnx.save(proto, path)
     with pytest.raises(dynamo_moe.VerificationError, match="differs from the model"):
         dynamo_moe.verify(path, model, library=True)
+
+
+def test_a_file_of_a_rank(tmp_path: Path) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export(model, torch.randn(2, 5, 16), tmp_path / "model.onnx", ranks=2)
+    file = next(file for file in report.files if file.suffix == ".onnx")
+    message = r"library needs a file for one device; .* is for rank \d of 2"
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.verify(file, model, library=True)
 
 
 def test_files_without_such_nodes(tmp_path: Path) -> None:
