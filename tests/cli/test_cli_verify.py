@@ -128,7 +128,7 @@ def test_a_file_that_differs_does_not_get_its_name(tmp_path: Path, data: list[st
 def test_a_verification_that_breaks_leaves_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*args: object) -> None:
+    def breaks(*args: object, **options: object) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("dynamo_moe.cli.models._verify", breaks)
