@@ -97,7 +97,8 @@ def export(
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
             "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
             "TRT_MoE, experimental.",
-            show_default="plugin; onnxruntime with --format genai or --shared-cache",
+            show_default="plugin; onnxruntime with --format genai or --shared-cache; plugin with "
+            "--library",
         ),
     ] = None,
     verify: Annotated[
@@ -277,6 +278,15 @@ def export(
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = None,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="With --format genai: the native library computes the MoE layers; a copy of it is "
+            "in the folder.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = False,
     shared_cache: Annotated[
         bool | None,
         typer.Option(
@@ -365,17 +375,26 @@ def export(
                 "--dtype": dtype,
                 "--link-weights": link_weights,
                 "--format": folder_format,
+                "--library": library,
                 "--shared-cache": shared_cache,
                 "--bounded-windows": bounded_windows,
                 "--cache-length": cache_length,
             },
         )
-        for_runtime = folder_format == "genai" or shared_cache
+        _check_library(library, folder_format)
+        for_runtime = (folder_format == "genai" or shared_cache) and not library
         target = target or ("onnxruntime" if for_runtime else DEFAULT_TARGET)
-        options: dict[str, Any] = {"target": target, "body": body, "profile": profile, "fuse": fuse}
-        options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
-        options |= {"repeated_blocks": repeated_blocks, "ranks": ranks}
-        options["plan"] = _plan(plan, ranks)
+        options: dict[str, Any] = {
+            "target": target,
+            "body": body,
+            "profile": profile,
+            "fuse": fuse,
+            "external_data": external_data,
+            "layers_as_functions": layers_as_functions,
+            "repeated_blocks": repeated_blocks,
+            "ranks": ranks,
+            "plan": _plan(plan, ranks),
+        }
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
@@ -396,6 +415,7 @@ def export(
                     "task": task or "text-generation-with-past",
                     "link_weights": link_weights,
                     "folder": folder_format,
+                    "library": library,
                     "bounded_windows": bounded_windows,
                     "cache_length": cache_length,
                 }
@@ -417,7 +437,9 @@ def export(
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
                         _quantize(console, module, rounding)
                     written = exported.path if folder_format or not is_folder else target_file
-                    report = outcome.verification = _verify(console, written, module, None)
+                    report = outcome.verification = _verify(
+                        console, written, module, None, library=library
+                    )
                     _check(report)
 
 
@@ -453,6 +475,14 @@ def verify(
             "process runs its own. Without it, one process runs all of them, given any one.",
         ),
     ] = False,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="The native library's operators compute the MoE nodes, not the functions beside "
+            "them; says which nodes they did.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -479,7 +509,8 @@ def verify(
         else:
             module, args = _load(console, model, shape)
             _round_as_in(form_of(file), console, module, args)
-        report = _verify(console, file, module, [args] if shape and args else None, group)
+        inputs = [args] if shape and args else None
+        report = _verify(console, file, module, inputs, group, library=library)
         if group is None or group.rank() == 0:
             print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
@@ -509,6 +540,11 @@ def _check_together(*pairs: Mapping[str, Any]) -> None:
     for options in pairs:
         if all(options.values()):
             raise UsageError(f"{' and '.join(options)} contradict each other")
+
+
+def _check_library(library: bool, folder_format: str | None) -> None:
+    if library and folder_format != "genai":
+        raise UsageError("--library needs --format genai")
 
 
 def _check_source(
@@ -704,10 +740,14 @@ def _verify(
     module: nn.Module,
     inputs: Sequence[tuple[Any, ...]] | None,
     group: dist.ProcessGroup | None = None,
+    *,
+    library: bool = False,
 ) -> dynamo_moe.VerificationReport:
     with step(console, "Verifying in ONNX Runtime"):
         try:
-            return dynamo_moe.verify(file, module, inputs, group=group, isolated=True)
+            return dynamo_moe.verify(
+                file, module, inputs, group=group, isolated=True, library=library
+            )
         except dynamo_moe.VerificationError as error:
             return error.report
 

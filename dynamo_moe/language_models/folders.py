@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dynamo_moe.files import model_files
+from dynamo_moe.files import library_operators, model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,6 +74,7 @@ class RuntimeFolder:
         *,
         cache: ModelCache | None,
         shared_cache: bool,
+        library: bool = False,
     ) -> tuple[list[Path], list[str]]:
         """Writes what belongs to a model that is in its place.
 
@@ -83,20 +84,44 @@ class RuntimeFolder:
             tokenizer: Its tokenizer; None: that of the checkpoint's folder.
             cache: What the file keeps between tokens, if anything.
             shared_cache: Whether it writes into the cache's buffers.
+            library: Whether the native library's operators are to compute its MoE layers.
 
         Returns:
             All files, and notes for a user.
         """
         self._remove_old_weights(files)
+        notes: list[str] = []
         if self._kind == "genai":
             config = _genai_config(model, genai_cache(model, cache), shared_cache=shared_cache)
-            written = [self._write("genai_config.json", config)]
+            copies, notes = self._add_library(config) if library else ([], [])
+            written = [self._write("genai_config.json", config), *copies]
         else:
             files = _renamed_data(files)
             written = list(self._configs(model, has_data=len(files) > 1))
         copied = self._tokenizer(model, tokenizer)
         missing = "no tokenizer was found beside the weights: pass tokenizer, or add its files"
-        return [*files, *written, *copied], [] if copied else [missing]
+        return [*files, *written, *copied], [*notes, *([] if copied else [missing])]
+
+    def _add_library(self, config: dict[str, Any]) -> tuple[list[Path], list[str]]:
+        """Makes the runtime compute MoE layers by the native library, of which it has a copy here.
+
+        It opens the file itself, so each layer has its operator's domain in the file.
+        """
+        proto = model_files.load_graph(self.model_path)
+        if not library_operators.operator_nodes(proto):
+            return [], ["no layer is one that the native library computes: it was left out"]
+        if library_operators.take_operators(proto):
+            with tempfile.TemporaryDirectory(prefix=".model.", dir=self._path) as folder:
+                part = Path(folder) / self.model_path.name
+                part.write_bytes(proto.SerializeToString())
+                part.replace(self.model_path)
+        source = Path(library_operators.library())
+        with tempfile.TemporaryDirectory(prefix=".library.", dir=self._path) as folder:
+            part = Path(shutil.copyfile(source, Path(folder) / source.name))
+            copy = part.replace(self._path / source.name)
+        options = config["model"]["decoder"]["session_options"]
+        options["custom_ops_library"] = copy.name
+        return [copy], []
 
     def _remove_old_weights(self, files: Sequence[Path]) -> None:
         """Removes weights beside the model that an earlier one had there."""

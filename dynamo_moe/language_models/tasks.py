@@ -24,7 +24,7 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
-from dynamo_moe.files import cache_entries, model_parts
+from dynamo_moe.files import cache_entries, library_operators, model_parts
 from dynamo_moe.files.cache_entries import PAST_LENGTH, SEQUENCE, TOTAL, CacheEntry
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import FILES, PartName
@@ -82,6 +82,7 @@ def export_language_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     bounded_windows: bool = False,
     cache_length: int | None = None,
+    library: bool = False,
     **options: Any,
 ) -> ExportReport:
     """Exports a language model of transformers, after :func:`convert`. B, S and P are symbolic.
@@ -127,6 +128,10 @@ def export_language_model(
             onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
         tokenizer: The model's tokenizer, for the folder; None: that of its checkpoint's folder.
+        library: With ``folder="genai"``, the native library's operators compute the MoE layers: the
+            folder has a copy of the library, for machines like this one, and the target is
+            ``plugin``. Layers of several configurations find their operators by a change of the
+            file, which then runs with the library alone.
         options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
             ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``plan``,
             ``progress`` and ``profile`` of :func:`export`; no ``ranks`` with a folder. With plan
@@ -141,7 +146,9 @@ def export_language_model(
             begin with zeros, which only weights with values show; if the task is
             ``image-text-to-text`` and the model sees no pictures, or is more than the three parts;
             if ``folder`` is unknown, or its runtime cannot run the file; if ``cache_length`` is
-            too small for the example, or does not go with the other options or the model's cache.
+            too small for the example, or does not go with the other options or the model's cache;
+            if ``library`` is given with another folder or target than those.
+        FileNotFoundError: With ``library``, if it is missing.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
@@ -152,6 +159,8 @@ def export_language_model(
     if cache_length is not None:
         _check_cache_length(cache_length, task, folder, options, bounded_windows=bounded_windows)
         options.setdefault("opset", cache_writes.OPSET)
+    if library:
+        _check_library(folder, options)
     check_folder(path, folder, links=options.get("link_weights", False))
     if task == "image-text-to-text":
         return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
@@ -181,6 +190,7 @@ def export_language_model(
             tokenizer,
             cache=cache,
             shared_cache=options.get("shared_cache", False),
+            library=library,
         )
         size = sum(file.stat().st_size for file in files)
         return replace(report, files=tuple(files), file_bytes=size, notes=(*report.notes, *notes))
@@ -209,6 +219,18 @@ def _check_cache_length(
         reason = f"an opset of at least {cache_writes.OPSET}, got {options['opset']}"
     if reason:
         raise ValueError(f"cache_length needs {reason}")
+
+
+def _check_library(folder: FolderFormat | None, options: dict[str, Any]) -> None:
+    """Checks that a file's folder and target have a use for the native library."""
+    if folder != "genai":
+        raise ValueError(f"library needs folder='genai', got {folder!r}")
+    target = TARGETS.get(options.setdefault("target", "plugin"))
+    if target is not None and not target.keeps_nodes:
+        raise ValueError(
+            f"library needs target 'plugin', whose nodes its operators compute, got {target.name!r}"
+        )
+    library_operators.library()
 
 
 def _export_parts(

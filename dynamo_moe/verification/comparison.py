@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -27,6 +28,8 @@ from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files import cache_entries, model_parts, rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
+from dynamo_moe.files.library_operators import OPERATORS, operator_nodes, take_operators
+from dynamo_moe.files.library_operators import library as library_file
 from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.moe_nodes.targets.record import Target
@@ -63,6 +66,7 @@ def verify(
     group: dist.ProcessGroup | None = None,
     isolated: bool = False,
     timeout: float | None = None,
+    library: bool = False,
 ) -> VerificationReport:
     """Runs an exported file in ONNX Runtime and the model in PyTorch, and compares.
 
@@ -92,17 +96,21 @@ def verify(
             or sharded over the same group as the files are. If one fails, all do.
         isolated: ONNX Runtime runs in a separate process, so that its crash is an error here.
         timeout: Seconds that this process may take to load the file, and to run each case.
+        library: The native library's operators compute the MoE nodes, as in
+            :func:`dynamo_moe.session`; the report says which nodes they did, and which the
+            functions beside these.
 
     Returns:
         Errors and routing agreement of every case, all within the tolerance.
 
     Raises:
         VerificationError: If an error exceeds the tolerance.
-        FileNotFoundError: If the file does not exist.
+        FileNotFoundError: If the file does not exist, or the native library.
         ModuleNotFoundError: If ONNX Runtime is not installed.
-        ValueError: If a case does not fit the file's inputs or the model, or ONNX Runtime cannot
-            run the file, for instance because of a node that it does not know and that has no
-            body.
+        ValueError: With ``library``, if the file has no node that its operators are for, or is one
+            of several ranks. If a case does not fit the file's inputs or the model, or ONNX Runtime
+            cannot run the file, for instance because of a node that it does not know and that has
+            no body.
         TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or
             mappings.
         ChildProcessError: If ONNX Runtime, isolated, died.
@@ -117,12 +125,14 @@ def verify(
     if path.is_dir():
         if inputs is not None:
             raise ValueError(f"inputs are those of one file; {path} is a folder")
-        options = {"reference": reference, "tolerance": tolerance}
+        options = {"reference": reference, "tolerance": tolerance, "library": library}
         return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
     runtime_name = describe()
     exchange = None if group is None else exchange_of(group)
     stored = load_graph(path) if exchange is None else own_file(path, exchange)
     proto = inlined(stored)
+    if library:
+        _need_operators(path, proto)
     tolerance = tolerance or tolerance_for(
         _precisions(proto), approximate_gelu=_approximates_gelu(proto)
     )
@@ -130,16 +140,23 @@ def verify(
     reference = None if reference is None else unwrapped(reference)
     with ExitStack() as stack:
         trials = _trials(stack, proto, [model] if reference is None else [model, reference], inputs)
+        profiles = stack.enter_context(TemporaryDirectory()) if library else ""
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
         file = (
-            _LoadedFile(path, proto, runtime, is_stored=proto is stored)
+            _LoadedFile(path, proto, runtime, is_stored=proto is stored, profiles=profiles)
             if rank_files.record_of(stored) is None
             else _LoadedRanks(path, proto, runtime, exchange)
         )
         models = _Models(model, reference, len(proto.graph.output))
         results = [_verified(file, models, trial, tolerance) for trial in trials]
+        computed, expanded = (
+            file.moe_nodes() if library and isinstance(file, _LoadedFile) else (None, ())
+        )
     cases = tuple(result for result in results if result is not None)
-    report = VerificationReport(path, runtime_name, tolerance, cases, len(results) - len(cases))
+    left_out = len(results) - len(cases)
+    report = VerificationReport(
+        path, runtime_name, tolerance, cases, left_out, by_operator=computed, by_function=expanded
+    )
     if not report.passed:
         raise VerificationError(report)
     return report
@@ -151,9 +168,39 @@ def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> Verif
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"folder {folder} has no {', '.join(missing)}")
-    reports = [verify(file, model, **options) for file in files]
+    library = options.pop("library")
+    computed = {file for file in files if library and operator_nodes(inlined(load_graph(file)))}
+    if library and not computed:
+        raise ValueError(_no_operators(folder))
+    reports = [verify(file, model, library=file in computed, **options) for file in files]
     cases = tuple(case for report in reports for case in report.cases)
-    return replace(reports[-1], path=folder, cases=cases)
+    by_operator = tuple(node for report in reports for node in report.by_operator or ())
+    by_function = tuple(node for report in reports for node in report.by_function)
+    return replace(
+        reports[-1],
+        path=folder,
+        cases=cases,
+        by_operator=by_operator if library else None,
+        by_function=by_function,
+    )
+
+
+def _need_operators(path: Path, proto: onnx.ModelProto) -> None:
+    record = rank_files.record_of(proto)
+    if record is not None:
+        raise ValueError(
+            f"library needs a file for one device; {path} is for rank {record.rank} of "
+            f"{record.ranks}"
+        )
+    if not operator_nodes(proto):
+        raise ValueError(_no_operators(path))
+
+
+def _no_operators(path: Path) -> str:
+    return (
+        f"{path} has no node that the native library's operators compute "
+        f"({', '.join(OPERATORS)}): export the model with target 'plugin'"
+    )
 
 
 # --- The errors that the file's weights and layers allow ---
@@ -361,14 +408,26 @@ class _LoadedFile:
     """
 
     def __init__(
-        self, path: Path, proto: onnx.ModelProto, runtime: Runtime, *, is_stored: bool
+        self,
+        path: Path,
+        proto: onnx.ModelProto,
+        runtime: Runtime,
+        *,
+        is_stored: bool,
+        profiles: str = "",
     ) -> None:
         self._path, self._runtime, self.ranks = path, runtime, 1
         self._outputs = [value.name for value in proto.graph.output]
-        separate = bool(_foreign_targets(proto)) or not is_stored
-        self._routed = add_routing_outputs(proto)
+        separate = bool(_foreign_targets(proto)) or not (is_stored or profiles)
+        self._computed = [node.name for node in operator_nodes(proto)] if profiles else []
         as_it_is: tuple[Any, ...] = (str(path),)
-        routed = (proto.SerializeToString(), str(path.parent)) if self._routed else as_it_is
+        if profiles:
+            library = library_file(), profiles
+            take_operators(proto)
+            as_it_is = proto.SerializeToString(), str(path.parent), library
+        self._routed, routed = add_routing_outputs(proto), as_it_is
+        if self._routed:
+            routed = (proto.SerializeToString(), str(path.parent), *as_it_is[2:])
         try:
             self._session, self.inputs = runtime.load(*(as_it_is if separate else routed))
         except RefusedError as error:
@@ -378,6 +437,12 @@ class _LoadedFile:
         self._routing_session = self._session
         if self._routed and separate:
             self._routing_session, _ = runtime.load(*routed)
+
+    def moe_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the MoE nodes that operators of the library computed, and those that did not."""
+        ran = {name for op, name in self._runtime.nodes_run(self._session) if op in OPERATORS}
+        by_function = tuple(name for name in self._computed if name not in ran)
+        return tuple(name for name in self._computed if name in ran), by_function
 
     def run(
         self, feeds: Mapping[str, np.ndarray], *, routing: bool

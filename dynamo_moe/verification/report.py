@@ -9,8 +9,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from dynamo_moe.conversion.reports import few
 from dynamo_moe.json_values import json_values
 from dynamo_moe.tolerances import Tolerance
+
+_SHOWN = 3
+"""Names of nodes in a table."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class VerificationReport:
         cases: One result for each set of inputs.
         left_out: How many more were drawn that the model does not take, as it does not so many
             positions.
+        by_operator: With the native library, the MoE nodes that its operators computed; else None.
+        by_function: With the library, those that the functions beside them computed.
     """
 
     path: Path
@@ -66,6 +72,8 @@ class VerificationReport:
     tolerance: Tolerance
     cases: tuple[CaseResult, ...]
     left_out: int = 0
+    by_operator: tuple[str, ...] | None = None
+    by_function: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -102,6 +110,11 @@ class VerificationReport:
         table.caption = f"tolerance: max {self.tolerance.max:.0e}, RMS {self.tolerance.rms:.0e}"
         if self.left_out:
             table.caption += f"; {self.left_out} more cases were drawn, and refused by the model"
+        if self.by_operator is not None:
+            table.caption += f"; MoE nodes by the library's operators: {len(self.by_operator)}"
+        if self.by_function:
+            names = few(self.by_function, _SHOWN)
+            table.caption += f"; by functions: {len(self.by_function)} ({escape(names)})"
         return table
 
 

@@ -8,6 +8,7 @@ So it imports neither PyTorch, which takes seconds, nor anything of dynamo_moe.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,8 +58,15 @@ class Runtime(AbstractContextManager["Runtime"]):
     def __exit__(self, *_: object) -> None:
         self._sessions.clear()
 
-    def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
+    def load(
+        self, model: str | bytes, folder: str = "", library: tuple[str, str] | None = None
+    ) -> tuple[int, list[str]]:
         """Makes a session of a file, or of a serialised model with external data in a folder.
+
+        Args:
+            model: The file, or the model.
+            folder: That of the model's external data.
+            library: A library of operators, and a folder where the session notes which nodes run.
 
         Returns:
             The session's number, and the names of the file's inputs.
@@ -73,6 +82,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         if folder:
             options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, folder)
         try:
+            if library is not None:
+                options.register_custom_ops_library(library[0])
+                options.enable_profiling = True
+                options.profile_file_prefix = f"{library[1]}/session"
             session = onnxruntime.InferenceSession(
                 model, options, providers=["CPUExecutionProvider"]
             )
@@ -95,6 +108,16 @@ class Runtime(AbstractContextManager["Runtime"]):
             return [_to_numpy(value) for value in session.run_with_ort_values(outputs, values)]
         except Exception as error:
             raise RefusedError(str(error)) from error
+
+    def nodes_run(self, number: int) -> list[tuple[str, str]]:
+        """Returns the operator and the name of each node that a session with a library has run."""
+        events = json.loads(Path(self._sessions[number].end_profiling()).read_bytes())
+        ending = "_kernel_time"
+        return [
+            (event["args"]["op_name"], event["name"].removesuffix(ending))
+            for event in events
+            if event["name"].endswith(ending)
+        ]
 
 
 class RuntimeProcess(Runtime):
@@ -124,9 +147,12 @@ class RuntimeProcess(Runtime):
         self._process.communicate()
         self._stderr.close()
 
-    def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
+    def load(
+        self, model: str | bytes, folder: str = "", library: tuple[str, str] | None = None
+    ) -> tuple[int, list[str]]:
         """As :meth:`Runtime.load`."""
-        loaded: tuple[int, list[str]] = self._ask("loading the file", "load", model, folder)
+        asked = "load", model, folder, library
+        loaded: tuple[int, list[str]] = self._ask("loading the file", *asked)
         return loaded
 
     def run(
@@ -136,6 +162,11 @@ class RuntimeProcess(Runtime):
         asked = "run", number, dict(feeds), list(outputs)
         results: list[np.ndarray] = self._ask("running the file", *asked)
         return results
+
+    def nodes_run(self, number: int) -> list[tuple[str, str]]:
+        """As :meth:`Runtime.nodes_run`."""
+        found: list[tuple[str, str]] = self._ask("reading the profile", "nodes_run", number)
+        return found
 
     def _ask(self, doing: str, method: str, *args: Any) -> Any:
         timer = threading.Timer(self._timeout or 0, self._expire)

@@ -20,6 +20,13 @@ pytest_plugins = ("cli_models",)
 pytestmark = pytest.mark.usefixtures("in_the_folder_of_models")
 
 
+def test_the_library_needs_a_folder_for_genai(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for options in ((), ("--format", "transformers")):
+        message = error_of("export", str(tmp_path), "out", "--library", *options, code=2)
+        assert message == "--library needs --format genai"
+
+
 def test_verify_needs_a_file() -> None:
     assert error_of("verify", "no.onnx", "models.py", code=2) == "no such file: no.onnx"
 
@@ -57,6 +64,8 @@ def test_verify_a_file() -> None:
     result = run("verify", "net.onnx", "models.py", "--json", "--shape", "3,5,16")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["cases"][0]["shapes"] == {"x": [3, 5, 16]}
+    result = run("verify", "net.onnx", "models.py", "--json", "--shape", "3,5,16", "--library")
+    assert len(json.loads(result.stdout)["by_operator"]) == 1
     quiet = run("verify", "net.onnx", "models.py", "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
     assert "agrees" in run("verify", "net.onnx", "models.py").stdout
@@ -119,7 +128,7 @@ def test_a_file_that_differs_does_not_get_its_name(tmp_path: Path, data: list[st
 def test_a_verification_that_breaks_leaves_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*args: object) -> None:
+    def breaks(*args: object, **options: object) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("dynamo_moe.cli.models._verify", breaks)

@@ -167,6 +167,56 @@ def test_a_growing_cache(tmp_path: Path) -> None:
     assert genai.finished(genai.start([PROMPT], 20)) == continued(model, PROMPT, 20)
 
 
+def test_the_native_library_computes_the_layers(tmp_path: Path) -> None:
+    """Of two configurations, whose nodes have one domain then: that of the library's operators."""
+    model = made("mixtral")
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.GELU()
+    dynamo_moe.convert(model)
+    options: Any = {"folder": "genai", "tokenizer": tokenizer(), "library": True}
+    folder = tmp_path / "genai"
+    report = dynamo_moe.export_language_model(model, folder, **options)
+    library = folder / "libdynamo_moe.so"
+    assert library in report.files
+    assert report.operators == {"DroplessMoE": 2}
+    nodes = [node for node in onnx.load(folder / "model.onnx").graph.node if node.domain]
+    assert [(node.domain, node.op_type) for node in nodes] == 2 * [("moe", "DroplessMoE")]
+    genai = Genai(folder)
+    found = genai.finished(genai.start([PROMPT], 20))
+    verified = dynamo_moe.verify(folder / "model.onnx", model, library=True)
+    assert len(verified.by_operator or ()) == 2
+    model.set_experts_implementation("eager")
+    assert found == continued(model, PROMPT, 20)
+    config = json.loads((folder / "genai_config.json").read_text())
+    entry = config["model"]["decoder"]["session_options"]["custom_ops_library"]
+    assert entry == library.name  # It finds the library in the folder, wherever that is.
+
+
+def test_a_model_without_layers_for_the_library(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    options: Any = {"folder": "genai", "tokenizer": tokenizer(), "library": True}
+    report = dynamo_moe.export_language_model(model, tmp_path / "genai", **options)
+    assert "no layer is one that the native library computes: it was left out" in report.notes
+    assert not (tmp_path / "genai" / "libdynamo_moe.so").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folder": "transformers"}, "library needs folder='genai', got 'transformers'"),
+        ({}, "library needs folder='genai', got None"),
+        ({"folder": "genai", "target": "onnxruntime"}, "needs target 'plugin', .*'onnxruntime'"),
+    ],
+)
+def test_where_the_library_has_no_use(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.export_language_model(made("mixtral"), tmp_path / "x", library=True, **options)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

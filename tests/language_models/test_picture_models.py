@@ -113,6 +113,9 @@ def test_16_greedy_tokens(name: str, tmp_path: Path) -> None:
         texts.append(text)
     for file in report.files:
         assert dynamo_moe.verify(file, model).passed
+    if name == "qwen3_vl_moe":
+        verified = dynamo_moe.verify(folder, model, library=True)
+        assert len(verified.by_operator or ()) == sum(report.operators.values())
     # The text depends on the pictures.
     (batch, pictures) = cases[2]
     others = pictures | {"pixel_values": 1 - pictures["pixel_values"]}
@@ -161,6 +164,8 @@ def test_verify_takes_the_folder(llava: tuple[Any, Path]) -> None:
     assert list(dict.fromkeys(firsts)) == ["pixel_values", "input_ids", "inputs_embeds"]
     with pytest.raises(ValueError, match="inputs are those of one file"):
         dynamo_moe.verify(folder, model, [{}])
+    with pytest.raises(ValueError, match=r"model has no node that the native library's operators"):
+        dynamo_moe.verify(folder, model, library=True)
 
 
 def test_pictures_and_prompts_must_fit(llava: tuple[Any, Path], tmp_path: Path) -> None:

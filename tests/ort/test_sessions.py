@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -18,6 +17,7 @@ import dynamo_moe
 from body_layers import BIASED, DOUBLE, GATED, HALF, Layer, changed, check, oracle, run, to_model
 from dynamo_moe.moe_nodes.bodies import body
 from moe_cases import make_case
+from packed_cases import PackedLayer, packed_case
 
 
 class Model(nn.Module):
@@ -99,38 +99,20 @@ def test_a_file_of_float64_runs_its_body(tmp_path: Path) -> None:
     check(layer, dynamo_moe.session(tmp_path / "model.onnx"), layer.arguments(7))
 
 
-def test_packed_weights_run_their_body(tmp_path: Path) -> None:
-    class Expert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(nn.functional.gelu(self.up(x)))
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(32, 4)
-            self.experts = nn.ModuleList(Expert() for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weights, ids = self.gate(x).softmax(-1).topk(2)
-            y = torch.zeros_like(x)
-            for expert, module in enumerate(self.experts):
-                weight = (weights * (ids == expert)).sum(-1, keepdim=True)
-                y = y + weight * module(x)
-            return y
-
-    model = Experts().eval()
-    dynamo_moe.convert(model)
-    dynamo_moe.quantize(model, "int8")
+def test_packed_weights(tmp_path: Path) -> None:
+    """Of two formats, whose functions have domains of their own."""
+    cases = [packed_case("dropless", form, biases=False) for form in ("int4", "fp8")]
+    model = nn.Sequential(*map(PackedLayer, cases)).eval()
     path = tmp_path / "model.onnx"
-    dynamo_moe.export(model, torch.zeros(3, 32), path)
-    x = torch.randn(3, 32)
-    (found,) = dynamo_moe.session(path).run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model(x), atol=1e-4, rtol=1e-4)
-    assert {node.op_type for node in onnx.load(path).graph.node} == {"DroplessMoEPacked"}
+    x = cases[0].arguments["x"]
+    dynamo_moe.export(model, x, path)
+    session = dynamo_moe.session(path, options=profiled(tmp_path))
+    (found,) = session.run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x), atol=1e-5, rtol=1e-5)
+    events = json.loads(Path(session.end_profiling()).read_text())
+    ran = [event.get("args", {}).get("op_name", "") for event in events]
+    assert ran.count("DroplessMoEPacked") == 2
+    assert "TopK" not in ran
 
 
 def test_a_file_of_another_target(tmp_path: Path) -> None:

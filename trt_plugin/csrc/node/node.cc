@@ -43,6 +43,9 @@ constexpr format::Tensor kExpertsPackedInputs[] = {format::kX,
 static_assert(std::size(kDroplessPackedInputs) == kMaxInputs);
 static_assert(std::size(kExpertsPackedInputs) <= kMaxInputs);
 
+constexpr std::uint32_t kFloats =
+    1U << format::kFloat32 | 1U << format::kFloat16 | 1U << format::kBfloat16;
+
 bool IsGlobalScales(format::Tensor tensor) {
   return tensor == format::kW1GlobalScales || tensor == format::kW2GlobalScales;
 }
@@ -121,6 +124,27 @@ const char* NameOf(format::Tensor tensor) {
 
 const char* DtypeName(std::uint32_t code) { return format::kDataTypeNames[code]; }
 
+std::uint32_t DtypesOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
+  switch (tensor) {
+    case format::kExpertIds:
+      return 1U << format::kI32 | 1U << format::kI64;
+    case format::kW1:
+    case format::kW2:
+      return FormatOf(layer).IsPacked() ? 1U << FormatOf(layer).values : kFloats;
+    case format::kW1Scales:
+    case format::kW2Scales:
+      return FormatOf(layer).scales;
+    case format::kW1ZeroPoints:
+    case format::kW2ZeroPoints:
+      return 1U << format::kI8;
+    case format::kW1GlobalScales:
+    case format::kW2GlobalScales:
+      return 1U << format::kFloat32;
+    default:
+      return kFloats;
+  }
+}
+
 bool HasFlag(const dynamo_moe_layer& layer, std::uint32_t flag) {
   return (layer.flags & flag) != 0;
 }
@@ -166,6 +190,22 @@ Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
     default:
       return {{}, 0};
   }
+}
+
+Status ReadPackedFormat(const std::string& given, std::uint32_t* weight_format) {
+  std::string known;
+  for (std::uint32_t code = 1; code < std::size(format::kWeightFormats); ++code) {
+    const format::WeightFormat& weights = format::kWeightFormats[code];
+    if (weights.IsPacked() && given == weights.name) {
+      *weight_format = code;
+      return {};
+    }
+    if (weights.IsPacked()) {
+      known += Text(known.empty() ? "" : ", ", weights.name);
+    }
+  }
+  return InvalidArgument("attribute ", kWeightFormat, " must be one of ", known, "; got '",
+                         Printable(given), "'");
 }
 
 bool HasOption(const Node& node, const format::Option& option) {

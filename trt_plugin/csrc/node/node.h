@@ -34,6 +34,8 @@ bool IsIgnored(const dynamo_moe_layer& layer, format::Tensor tensor);
 
 const char* NameOf(format::Tensor tensor);
 const char* DtypeName(std::uint32_t code);
+// A bit for each dtype that a tensor may have.
+std::uint32_t DtypesOf(const dynamo_moe_layer& layer, format::Tensor tensor);
 
 // A weight's shape. Tensors of tokens may have any number of dimensions before their last.
 struct Shape {
@@ -44,6 +46,14 @@ struct Shape {
 Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor);
 
 bool HasFlag(const dynamo_moe_layer& layer, std::uint32_t flag);
+
+// Attributes of packed nodes: how the weights are stored, and the columns and rows that share a
+// scale; 0: all.
+inline constexpr const char* kWeightFormat = "weight_format";
+inline constexpr const char* kBlockSize = "block_size";
+inline constexpr const char* kBlockRows = "block_rows";
+// The code of a format by its name.
+Status ReadPackedFormat(const std::string& given, std::uint32_t* weight_format);
 
 // Whether nodes of this kind have an option's attribute.
 bool HasOption(const Node& node, const format::Option& option);

@@ -1,9 +1,11 @@
-// DroplessMoE and DroplessMoEExperts on the CPU, with ONNX Runtime's own products.
+// The operators of MoE layers on the CPU, with ONNX Runtime's own products.
 //
 // How an expert's product is computed depends on its tokens. A few are rows, and the loops are our
 // own: such a product takes as long as the weights take to be read. Of some more, hidden rows are
 // columns, the product that of the weight and the tokens, in this order: the runtime reads the left
-// matrix as it lies and copies the right one, and the tokens are less. Many are rows again.
+// matrix as it lies and copies the right one, and the tokens are less. Many are rows again. Packed
+// weights, and those in half precision, become float32 for the product: in parts that stay in the
+// cache for columns, an expert's whole matrix for rows, and packed ones in registers for a few.
 //
 // Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K experts
 // per token, R rows of one expert.
@@ -17,8 +19,8 @@
 #include <vector>
 
 #include "bundle/format.h"
-#include "node/node.h"
 #include "onnxruntime/activation.h"
+#include "onnxruntime/layer_node.h"
 #include "onnxruntime/runtime.h"
 #include "status.h"
 
@@ -27,7 +29,7 @@ namespace dynamo_moe::onnxruntime {
 class Kernel {
  public:
   // Checks a node's attributes and dtypes.
-  static Status Create(const Api& api, format::Operator op, const OrtKernelInfo* info,
+  static Status Create(const Api& api, const Node& node, const OrtKernelInfo* info,
                        std::unique_ptr<Kernel>* kernel);
 
   // Checks the inputs' shapes and computes y. Any number of threads may do so.
@@ -40,18 +42,11 @@ class Kernel {
   struct Routing;
   struct Slots;
   struct Block;
+  class Weight;
 
-  Kernel(const Api& api, format::Operator op) : api_(api), node_{op, false} {}
+  explicit Kernel(const Api& api) : api_(api) {}
 
-  Status ReadAttributes(const OrtKernelInfo* info);
-  Status ReadOption(const OrtKernelInfo* info, const format::Option& option);
-  Status ReadDtypes(const OrtKernelInfo* info);
   Status CreateOps(const OrtKernelInfo* info);
-
-  bool Has(format::Tensor tensor) const { return dtypes_[tensor] != format::kNone; }
-  Status ReadInputs(const Call& call, Inputs* inputs) const;
-  Status CheckShape(format::Tensor tensor, const std::vector<std::int64_t>& sizes,
-                    const std::vector<std::int64_t>& x) const;
 
   // Numbers of an input in float32: the input itself, or a copy.
   Status Widen(const Call& call, const Inputs& inputs, format::Tensor tensor, std::int64_t count,
@@ -75,17 +70,14 @@ class Kernel {
                     float* buffer, float* results) const;
   Status RunRows(const Call& call, const Inputs& inputs, const Block& block, const float* x,
                  float* buffer, float* results) const;
-  // An expert's matrix in float32: the input itself, or a copy.
-  Status ReadExpert(const Call& call, const Inputs& inputs, format::Tensor weight,
-                    std::int64_t expert, Buffer<float>* copy, Matrix* matrix) const;
-  // The product of an expert's matrix and R columns, in parts of the result that stay in the cache.
-  static Status MultiplyColumns(const Call& call, const Op& product, const Matrix& matrix,
+  // The product of an expert's matrix and R columns, in parts that stay in the cache.
+  static Status MultiplyColumns(const Call& call, const Op& product, Weight* weight,
                                 const float* bias, const Matrix& columns, const Matrix& result);
-  // The product of R rows [R, in] and an expert's matrix.
-  Status MultiplyRows(const Call& call, format::Tensor weight, const Matrix& matrix,
-                      const float* bias, const Matrix& rows, const Matrix& result) const;
+  // The product of R rows [R, in] and an expert's matrix, (out, in) or transposed.
+  static Status MultiplyRows(const Call& call, const Op& product, bool transposed, Weight* weight,
+                             const float* bias, const Matrix& rows, const Matrix& result);
   std::int64_t UpRows() const {
-    return (HasFlag(layer_, format::kGated) ? 2 : 1) * std::int64_t{layer_.hidden};
+    return (HasFlag(node_.layer, format::kGated) ? 2 : 1) * std::int64_t{node_.layer.hidden};
   }
   void Combine(const Inputs& inputs, const Routing& routing, const Slots& slots,
                const float* results, std::int64_t token, float* y) const;
@@ -93,9 +85,7 @@ class Kernel {
   std::int64_t BlockRows() const;
 
   Api api_;
-  Node node_;
-  dynamo_moe_layer layer_ = {};
-  std::array<std::uint32_t, format::kTensors> dtypes_ = {};
+  LayerNode node_;
   Owned<OrtMemoryInfo> memory_{nullptr, {nullptr}};
   Op router_;
   Op score_;

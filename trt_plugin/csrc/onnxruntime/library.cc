@@ -21,18 +21,22 @@ namespace {
 
 constexpr const char* kDomain = "moe";
 constexpr const char* kProvider = "CPUExecutionProvider";
+constexpr Node kNodes[] = {{format::kDropless, false},
+                           {format::kExpertsOnly, false},
+                           {format::kDropless, true},
+                           {format::kExpertsOnly, true}};
 
 // A node's operator, for tokens of one dtype: old versions of the runtime do not find out the dtype
 // of a result otherwise. The runtime passes it to each of its functions.
 struct LayerOp : CustomOp {
   Api api;
-  format::Operator op;
+  Node node;
   ElementType tokens;
 };
 
 const LayerOp& Self(const CustomOp* op) { return *static_cast<const LayerOp*>(op); }
 
-Node NodeOf(const CustomOp* op) { return {Self(op).op, false}; }
+const Node& NodeOf(const CustomOp* op) { return Self(op).node; }
 
 std::string NodeName(const Api& api, const OrtKernelInfo* info) {
   std::size_t size = 0;
@@ -52,7 +56,7 @@ OrtStatus* CreateKernel(const CustomOp* self, const OrtApi* /*api*/, const OrtKe
   const LayerOp& op = Self(self);
   std::unique_ptr<Kernel> made;
   const Status status = Caught([&]() -> Status {
-    const Status created = Kernel::Create(op.api, op.op, info, &made);
+    const Status created = Kernel::Create(op.api, op.node, info, &made);
     return created.ok()
                ? created
                : Status(created.code(), Text(NameOf(NodeOf(self)), " '", NodeName(op.api, info),
@@ -78,9 +82,9 @@ OrtStatus* InferShape(const CustomOp* self, OrtShapeInferContext* context) {
 }
 // NOLINTEND(misc-const-correctness)
 
-void MakeOp(const Api& api, format::Operator kind, ElementType tokens, LayerOp* op) {
+void MakeOp(const Api& api, const Node& node, ElementType tokens, LayerOp* op) {
   op->api = api;
-  op->op = kind;
+  op->node = node;
   op->tokens = tokens;
   op->version = kApiVersion;
   op->get_name = [](const CustomOp* self) { return NameOf(NodeOf(self)); };
@@ -118,11 +122,11 @@ struct Ops {
 Status MakeOps(const Api& api, Ops* ops) {
   OrtCustomOpDomain* domain = nullptr;
   DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CreateCustomOpDomain(kDomain, &domain)));
-  for (const format::Operator op : {format::kDropless, format::kExpertsOnly}) {
+  for (const Node& node : kNodes) {
     // Kernels refuse float64, with a message of their own.
     for (const ElementType tokens :
          {kFloatElements, kFloat16Elements, kBfloat16Elements, kDoubleElements}) {
-      MakeOp(api, op, tokens, &ops->all.emplace_back());
+      MakeOp(api, node, tokens, &ops->all.emplace_back());
       DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CustomOpDomain_Add(domain, &ops->all.back())));
     }
   }

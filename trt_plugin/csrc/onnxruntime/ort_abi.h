@@ -43,6 +43,7 @@ struct Allocator {
 enum ElementType : std::int32_t {
   kUndefined = 0,  // Of an input: any.
   kFloatElements = 1,
+  kInt8Elements = 3,
   kInt32Elements = 6,
   kInt64Elements = 7,
   kFloat16Elements = 10,

@@ -17,11 +17,6 @@ using nvinfer1::PluginFieldType;
 
 constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
 
-// Of packed nodes: how the weights are stored, and the columns and rows that share a scale; 0: all.
-constexpr const char* kWeightFormat = "weight_format";
-constexpr const char* kBlockSize = "block_size";
-constexpr const char* kBlockRows = "block_rows";
-
 constexpr const char* kVersionNames[] = {"1", "2", "3", "4"};
 
 constexpr PluginFieldType TypeOf(const format::Option& option) {
@@ -229,19 +224,7 @@ Status ReadOffload(const Fields& fields, Attributes* attributes) {
 }
 
 Status ReadStorage(const Fields& fields, dynamo_moe_layer* layer) {
-  const std::string given = fields.TextAt(kWeightFormat);
-  std::string known;
-  for (std::uint32_t code = 1; code < std::size(format::kWeightFormats); ++code) {
-    const format::WeightFormat& weights = format::kWeightFormats[code];
-    if (weights.IsPacked()) {
-      layer->weight_format = given == weights.name ? code : layer->weight_format;
-      known += Text(known.empty() ? "" : ", ", weights.name);
-    }
-  }
-  if (layer->weight_format == 0) {
-    return InvalidArgument("attribute ", kWeightFormat, " must be one of ", known, "; got '",
-                           Printable(given), "'");
-  }
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadPackedFormat(fields.TextAt(kWeightFormat), &layer->weight_format));
   DYNAMO_MOE_RETURN_IF_ERROR(fields.Integer(kBlockSize, 0, kMaxSize, &layer->block_columns));
   layer->block_rows = 1;
   return fields.Has(kBlockRows) ? fields.Integer(kBlockRows, 0, kMaxSize, &layer->block_rows)

@@ -81,33 +81,8 @@ Status CheckDtype(const dynamo_moe_layer& layer, format::Tensor tensor, DataType
                          static_cast<std::int32_t>(type), ")");
 }
 
-constexpr std::uint32_t kFloats =
-    1U << format::kFloat32 | 1U << format::kFloat16 | 1U << format::kBfloat16;
-
-// A bit for each dtype that a tensor may have.
-std::uint32_t AllowedIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
-  switch (tensor) {
-    case format::kExpertIds:
-      return 1U << format::kI32 | 1U << format::kI64;
-    case format::kW1:
-    case format::kW2:
-      return FormatOf(layer).IsPacked() ? 1U << FormatOf(layer).values : kFloats;
-    case format::kW1Scales:
-    case format::kW2Scales:
-      return FormatOf(layer).scales;
-    case format::kW1ZeroPoints:
-    case format::kW2ZeroPoints:
-      return 1U << format::kI8;
-    case format::kW1GlobalScales:
-    case format::kW2GlobalScales:
-      return 1U << format::kFloat32;
-    default:
-      return kFloats;
-  }
-}
-
 Status CheckAllowed(const dynamo_moe_layer& layer, format::Tensor tensor, DataType type) {
-  const std::uint32_t allowed = AllowedIn(layer, tensor);
+  const std::uint32_t allowed = DtypesOf(layer, tensor);
   if (((allowed >> DtypeCode(type)) & 1) != 0) {
     return {};
   }
