@@ -241,6 +241,22 @@ def test_sizes_that_must_fit_each_other_are_changed_together(tmp_path: Path) -> 
     dynamo_moe.export(Masked(), args, tmp_path / "m.onnx", dynamic_shapes=shapes)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_results_that_are_not_finite(number: float, tmp_path: Path) -> None:
+    """They are compared by their places, and the others by their own size."""
+
+    def positions(model: Model, x: Tensor) -> Tensor:
+        return torch.where(x > 0.5, number, x) + torch.arange(40.0)[: x.shape[0], None]
+
+    def counted(model: Model, x: Tensor) -> Tensor:
+        return torch.where(x > 0.5, number, x) + sum(1 for _ in range(len(x)))
+
+    x = torch.linspace(0, 1, TOKENS * 16).view(TOKENS, 16)
+    dynamo_moe.export(Model(positions).eval(), x, tmp_path / "m.onnx")
+    with pytest.raises(dynamo_moe.ExportError, match="symbolic is fixed by the model"):
+        dynamo_moe.export(Model(counted).eval(), x, tmp_path / "fixed.onnx")
+
+
 def test_what_cannot_be_compared_is_a_note(tmp_path: Path) -> None:
     calls = itertools.count()  # An export sets back what else counts.
 
