@@ -142,7 +142,8 @@ def splits(model: nn.Module, rank: int, ranks: int, group: str) -> list[Split]:
     parts = dict(_parts(model))
     owners = _owners(model)
     for path in styles:
-        if len(owners[id(parts[path])]) > 1:
+        tensors = (id(each) for each in (parts[path], getattr(parts[path], "weight", None)))
+        if any(len(owners[tensor]) > 1 for tensor in tensors):
             raise ValueError(f"{path!r} cannot be split: other modules have it too")
     return [_split(model, path, parts[path], style, place) for path, style in styles.items()]
 
@@ -290,7 +291,10 @@ def _owners(model: nn.Module) -> Mapping[int, set[tuple[int, str]]]:
     """Returns who has each module and parameter, and by which names."""
     owners: defaultdict[int, set[tuple[int, str]]] = defaultdict(set)
     for module in model.modules():
-        named = (*module.named_children(), *module.named_parameters(recurse=False))
+        named = (
+            *module.named_children(),
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+        )
         for name, part in named:
             owners[id(part)].add((id(module), name))
     return owners

@@ -323,8 +323,9 @@ class _Source(NamedTuple):
         """
         from dynamo_moe.files.rank_files import files_of_ranks, rank_path
 
-        any_file = file if file.exists() else rank_path(file, 0)
-        need_file(any_file)
+        of_first = rank_path(file, 0)
+        any_file = of_first if of_first.exists() else file
+        need_file(any_file if file.exists() else of_first)
         return [cls(path, stored) for path, stored in files_of_ranks(any_file)]
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,9 @@ class CacheEntry:
     """A tensor that a call gets and leaves for the next one.
 
     One that is ``written`` has room for all tokens to come, on the axis before the last. Input and
-    output can be one buffer. The file's input :data:`PAST_LENGTH` says where the new tokens begin.
+    output can be one buffer. It begins with zeros: numbers that an earlier text has left do no
+    harm, but NaN and infinity would, as they are multiplied by 0. The file's input
+    :data:`PAST_LENGTH` says where the new tokens begin.
 
     Attributes:
         input: The name of the file's input.

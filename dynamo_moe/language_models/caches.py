@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -240,10 +242,18 @@ class ModelCache:
 
     def empty(self, batch: int) -> list[tuple[Tensor, ...]]:
         """Returns the tensors of a cache without tokens, by layer."""
-        return self._drawn(lambda kept: torch.zeros(kept.sizes(batch, 0), dtype=kept.dtype))
+        return self._drawn(lambda kept: _zeros(kept.sizes(batch, 0), kept.dtype))
 
     def _drawn(self, draw: Callable[[KeptTensor], Tensor]) -> list[tuple[Tensor, ...]]:
         return [tuple(draw(kept) for kept in layer) for layer in self.layers]
+
+
+def _zeros(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns zeros that take memory once they are written."""
+    if 0 in sizes:
+        return torch.zeros(*sizes, dtype=dtype)
+    content = np.zeros(math.prod(sizes) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(content).view(dtype).view(*sizes)
 
 
 def _sizes(kept: Sequence[KeptTensor], tensors: Sequence[Tensor]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ _TOKENIZER_FILES = (
     "additional_chat_templates/*",
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# The copy of the native library.
+_LIBRARY = "libdynamo_moe.so"
 # Of a model that names no longest text, as with ALiBi: what a runtime makes room for.
 _CONTEXT = 4096
 # How tokens are chosen, where transformers and onnxruntime-genai have one name for it.
@@ -94,6 +96,8 @@ class RuntimeFolder:
         if self._kind == "genai":
             config = _genai_config(model, genai_cache(model, cache), shared_cache=shared_cache)
             copies, notes = self._add_library(config) if library else ([], [])
+            if not copies:  # An earlier model's.
+                (self._path / _LIBRARY).unlink(missing_ok=True)
             written = [self._write("genai_config.json", config), *copies]
         else:
             files = _renamed_data(files)
@@ -117,8 +121,8 @@ class RuntimeFolder:
                 part.replace(self.model_path)
         source = Path(library_operators.library())
         with tempfile.TemporaryDirectory(prefix=".library.", dir=self._path) as folder:
-            part = Path(shutil.copyfile(source, Path(folder) / source.name))
-            copy = part.replace(self._path / source.name)
+            part = Path(shutil.copyfile(source, Path(folder) / _LIBRARY))
+            copy = part.replace(self._path / _LIBRARY)
         options = config["model"]["decoder"]["session_options"]
         options["custom_ops_library"] = copy.name
         return [copy], []

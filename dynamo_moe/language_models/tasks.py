@@ -58,6 +58,8 @@ Role = Literal["text-generation-with-past", "text-generation", "feature-extracti
 # B, S and P of the cases that a file is verified with.
 # The last is longer than the chunks in which linear attention is computed.
 _VERIFIED = ((1, 5, 0), (3, 1, 6), (2, 4, 3), (2, 33, 0), (2, 2, 40), (1, 130, 0))
+# A cache of a fixed length has room for the first three, and for more than the example's 7 tokens.
+_LEAST_ROOM = 8
 # Of those with a cache, the tokens of the last row that are padding.
 _PADDING = {2: 2, 4: 3}
 # What a file of a role gives first.
@@ -118,12 +120,12 @@ def export_language_model(
             runtimes such as onnxruntime-genai do not take. Otherwise they keep all, and a mask
             hides those before the window.
         cache_length: Keys and values have room for this many tokens, L, from the beginning, and do
-            not grow: ``past_key_values.0.key`` and ``present.0.key`` are ``[B, G, L, C]``, and may
-            be one buffer, into which TensorScatter writes new tokens; TensorRT updates it in place.
-            Then ``attention_mask`` is ``[B, L]``, 0 also for tokens to come, and another input,
-            ``past_sequence_length`` ``[1]`` int64, is P. Shapes stay the same from token to token.
-            It needs opset 24, the default then, and keys and values in all layers. Not with target
-            ``onnxruntime``, which has ``shared_cache``.
+            not grow; L is at least 8. ``past_key_values.0.key`` and ``present.0.key`` are
+            ``[B, G, L, C]``, and may be one buffer, zeros at first, into which TensorScatter writes
+            new tokens; TensorRT updates it in place. Then ``attention_mask`` is ``[B, L]``, 0 also
+            for tokens to come, and another input, ``past_sequence_length`` ``[1]`` int64, is P.
+            Shapes stay the same from token to token. It needs opset 24, the default then, and keys
+            and values in all layers. Not with target ``onnxruntime``, which has ``shared_cache``.
         folder: A folder that a runtime opens, in place of a file alone: ``genai``, with what
             onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
@@ -158,7 +160,7 @@ def export_language_model(
         raise ValueError(f"{what} has files for one device: it takes no ranks")
     if cache_length is not None:
         _check_cache_length(cache_length, task, folder, options, bounded_windows=bounded_windows)
-        options.setdefault("opset", cache_writes.OPSET)
+        options["opset"] = options.get("opset") or cache_writes.OPSET
     if library:
         _check_library(folder, options)
     check_folder(path, folder, links=options.get("link_weights", False))
@@ -204,8 +206,10 @@ def _check_cache_length(
     *,
     bounded_windows: bool,
 ) -> None:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"cache_length must be an integer of at least 1, got {length!r}")
+    if isinstance(length, bool) or not isinstance(length, int) or length < _LEAST_ROOM:
+        raise ValueError(
+            f"cache_length must be an integer of at least {_LEAST_ROOM}, got {length!r}"
+        )
     reason = ""
     if task != "text-generation-with-past":
         reason = f"task text-generation-with-past, got {task!r}"
@@ -291,6 +295,10 @@ def _export(
 ) -> ExportReport:
     """Exports a model within :func:`performing`."""
     case = example_case(model, new=_example_length(model))
+    kept = _cache_of(model)
+    if kept is not None and kept.length is not None:
+        # A trace asks for no values, and there is room for as many tokens as a model can read.
+        case["past_key_values"] = kept.empty(2)
     inputs, outputs = [*case], [_RESULTS[role]]
     metadata: dict[str, str] = {}
     dynamic: dict[str, Any] = {name: {1: SEQUENCE} for name in inputs}
@@ -512,7 +520,9 @@ def _example_length(model: PreTrainedModel) -> int:
 
 
 def _check_beginning(model: PreTrainedModel) -> None:
-    """Checks that states of zeros stand for no tokens, if the weights have values.
+    """Checks that a model computes with its cache what it does without, if weights have values.
+
+    States of zeros may not stand for no tokens; and a model may not expect keys of tokens to come.
 
     Raises:
         ValueError: If the model computes something else without a cache.
@@ -520,21 +530,49 @@ def _check_beginning(model: PreTrainedModel) -> None:
     cache = _cache_of(model)
     if cache is None or not _has_values(model):
         return
-    if all(kept.holds_tokens for kept in cache.tensors):
-        return
-    case = example_case(model, 1, 5, 0)
     forward: Any = model.forward
+    if cache.length is not None:
+        calls, case = _in_two_calls(cache, example_case(model, 1, min(33, cache.length), 0))
+    elif all(kept.holds_tokens for kept in cache.tensors):
+        return
+    else:
+        case = example_case(model, 1, 5, 0)
+        calls = [case | {"past_key_values": cache.empty(1)}]
+        del case["past_key_values"]
     with state_kept(model), evaluating(model), torch.no_grad():
-        begun = forward(**case | {"past_key_values": cache.empty(1)})[0].float()
-        alone = forward.alone(
-            **{key: case[key] for key in case if key != "past_key_values"}
-        ).float()
+        past, results = calls[0]["past_key_values"], []
+        for call in calls:
+            logits, past = forward(**call | {"past_key_values": past})
+            results.append(logits)
+        begun = torch.cat(results, 1).float()
+        alone = forward.alone(**case).float()
     error = (begun - alone).square().mean().sqrt() / alone.square().mean().sqrt()
     if error > tolerance_for({x.dtype for x in model.parameters()}).rms:
+        if cache.length is not None:
+            raise ValueError(
+                f"{type(model).__name__} computes something else with a cache of a fixed length "
+                f"(its logits differ by {error:.1e}), as a model does that takes the number of "
+                "keys for that of the tokens so far: leave out cache_length"
+            )
         raise ValueError(
             f"{type(model).__name__} begins with states that are not zeros (with zeros, its logits "
             f"differ by {error:.1e}): use task text-generation"
         )
+
+
+def _in_two_calls(
+    cache: ModelCache, case: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns a prompt in two calls of a cache of a fixed length, and in one without a cache."""
+    ids = case["input_ids"]
+    length = ids.shape[1]
+    calls = []
+    for begin, end in ((0, length - 2), (length - 2, length)):
+        mask = torch.zeros_like(case["attention_mask"])
+        mask[:, :end] = 1
+        call = {"input_ids": ids[:, begin:end], "attention_mask": mask}
+        calls.append(call | {PAST_LENGTH: torch.tensor([begin]), "past_key_values": cache.empty(1)})
+    return calls, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _has_values(model: PreTrainedModel) -> bool:

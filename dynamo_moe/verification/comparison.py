@@ -93,7 +93,8 @@ def verify(
         tolerance: None: by the lowest precision among the file's weights.
         group: A process group, as of gloo, each process of which has the file of its rank, its own
             ``path``, and all of which call this with the same model and cases. The model is whole,
-            or sharded over the same group as the files are. If one fails, all do.
+            or sharded over the same group as the files are. Where a rank's file cannot be run, all
+            fail with its reason.
         isolated: ONNX Runtime runs in a separate process, so that its crash is an error here.
         timeout: Seconds that this process may take to load the file, and to run each case.
         library: The native library's operators compute the MoE nodes, as in

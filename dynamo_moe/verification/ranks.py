@@ -154,8 +154,8 @@ class Ranks:
         [own], value, failure = self._ranks, None, ""
         try:
             value = of(own)
-        except RefusedError as error:
-            failure = str(error)
+        except Exception as error:  # The others would wait for it.
+            failure = str(error) or type(error).__name__
         said = self._exchange((value, failure))
         for rank, (_, reason) in enumerate(said):
             if reason:

@@ -77,8 +77,8 @@ class VerificationReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every case is within the tolerance."""
-        return all(case.passed for case in self.cases)
+        """Whether there is a case, and every one is within the tolerance."""
+        return bool(self.cases) and all(case.passed for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""

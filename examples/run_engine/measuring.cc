@@ -22,6 +22,8 @@ namespace {
 constexpr std::size_t kRowsShown = 8;
 
 struct BoundTensor : Tensor {
+  void* address;
+  // Empty where the address is another tensor's.
   DeviceMemory memory;
 };
 
@@ -53,14 +55,14 @@ void fill_inputs(const Options& options, const std::vector<BoundTensor>& tensors
   for (const BoundTensor& tensor : tensors) {
     if (tensor.is_input) {
       const std::vector<std::byte> content = input_content(options, tensor);
-      copy(tensor.memory.get(), content.data(), content.size(), cudaMemcpyHostToDevice, stream);
+      copy(tensor.address, content.data(), content.size(), cudaMemcpyHostToDevice, stream);
     }
   }
 }
 
 std::vector<std::byte> output_content(const BoundTensor& tensor, cudaStream_t stream) {
   std::vector<std::byte> content(tensor.bytes());
-  copy(content.data(), tensor.memory.get(), content.size(), cudaMemcpyDeviceToHost, stream);
+  copy(content.data(), tensor.address, content.size(), cudaMemcpyDeviceToHost, stream);
   return content;
 }
 
@@ -139,14 +141,29 @@ void set_shapes(const Options& options, Engine& engine, cudaStream_t stream) {
   }
 }
 
-// The engine's tensors with the shapes that they have now, each in memory of its own.
+// The engine's tensors with the shapes that they have now, each in memory of its own, but for
+// outputs that are inputs, updated in place.
 std::vector<BoundTensor> bind_tensors(Engine& engine) {
   std::vector<BoundTensor> bound;
-  for (Tensor tensor : engine.tensors()) {
-    tensor.shape = engine.shape(tensor.name);
-    DeviceMemory memory = allocate(tensor.bytes());
-    engine.set_address(tensor.name, memory.get());
-    bound.push_back({std::move(tensor), std::move(memory)});
+  std::map<std::string, void*> addresses;
+  for (const bool inputs : {true, false}) {
+    for (Tensor tensor : engine.tensors()) {
+      if (tensor.is_input != inputs) {
+        continue;
+      }
+      tensor.shape = engine.shape(tensor.name);
+      DeviceMemory memory;
+      void*& address = addresses[tensor.name];
+      const auto updated = addresses.find(inputs ? "" : engine.updated_input(tensor.name));
+      if (updated != addresses.end()) {
+        address = updated->second;
+      } else {
+        memory = allocate(tensor.bytes());
+        address = memory.get();
+      }
+      engine.set_address(tensor.name, address);
+      bound.push_back({std::move(tensor), address, std::move(memory)});
+    }
   }
   return bound;
 }

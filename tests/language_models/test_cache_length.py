@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import dynamo_moe
 from dynamo_moe.files.cache_entries import PAST_LENGTH
@@ -140,9 +142,8 @@ def test_dense_and_half_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"cache_length": 0}, "an integer of at least 1, got 0"),
-        ({"cache_length": True}, "an integer of at least 1, got True"),
-        ({"cache_length": 2}, "cache_length must be at least 3, got 2"),
+        ({"cache_length": 7}, "an integer of at least 8, got 7"),
+        ({"cache_length": True}, "an integer of at least 8, got True"),
         ({"task": "text-generation"}, "task text-generation-with-past, got 'text-generation'"),
         ({"folder": "genai"}, "a file alone: no runtime that opens a folder for 'genai'"),
         ({"target": "onnxruntime"}, "'onnxruntime' has shared_cache"),
@@ -169,6 +170,46 @@ def test_options_are_checked(
 def test_what_has_no_room_is_refused(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         dynamo_moe.export_language_model(built(name), tmp_path / "m.onnx", cache_length=LENGTH)
+
+
+def test_the_shortest(mixtral: tuple[Any, Path], tmp_path: Path) -> None:
+    model, _ = mixtral
+    report = dynamo_moe.export_language_model(
+        model, tmp_path / "m.onnx", cache_length=8, opset=None
+    )
+    verified = dynamo_moe.verify(report.path, model)
+    assert [case.shapes["input_ids"][1] for case in verified.cases] == [5, 1, 4]
+
+
+def test_a_model_that_counts_keys_is_refused(tmp_path: Path) -> None:
+    """GPT-Neo's masks end with the last key, which in a buffer is a token to come."""
+    config = GPTNeoConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model: Any = GPTNeoForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data *= 4
+    with pytest.raises(ValueError, match=r"something else with a cache of a fixed length .* keys"):
+        dynamo_moe.export_language_model(model, tmp_path / "m.onnx", cache_length=24)
+    dynamo_moe.export_language_model(model, tmp_path / "m.onnx")
+
+
+def test_the_example_takes_no_memory() -> None:
+    model = built("mixtral")
+    with performing(model, "text-generation-with-past", cache_length=2**22):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        kept = model.forward.cache.empty(2)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size = sum(tensor.nbytes for layer in kept for tensor in layer)
+    assert size == 2**31
+    assert (after - before) * 1024 < size / 100
 
 
 def test_a_text_must_fit(mixtral: tuple[Any, Path]) -> None:

@@ -247,6 +247,15 @@ def test_measuring(program: Program, tmp_path: Path) -> None:
     assert ran.report["allocations_left"] == 0
 
 
+def test_measuring_what_is_updated_in_place(program: Program, tmp_path: Path) -> None:
+    model = exported(tmp_path, "mixtral", {"cache_length": 24})
+    cache = tmp_path / "cache"
+    given = ("--shape", "input_ids=2x1", "--batch", "2", "--output", f"present.0.key={cache}")
+    ran = program(model, one(model), *given, "--iterations", "2")
+    assert ran.code == 0, ran.error
+    assert cache.stat().st_size == 2 * 2 * 24 * 8 * 4
+
+
 def test_ranks(program: Program, tmp_path: Path) -> None:
     """Each has its own engine, GPU and communicator; rank 0 speaks for all of them."""
     model = small(tmp_path / "m.onnx", {"x": SHAPE}, {"z": SHAPE})
