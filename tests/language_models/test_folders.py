@@ -196,6 +196,8 @@ def test_a_model_without_layers_for_the_library(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
     model = transformers.LlamaForCausalLM(config).eval()
     options: Any = {"folder": "genai", "tokenizer": tokenizer(), "library": True}
+    (tmp_path / "genai").mkdir()
+    (tmp_path / "genai" / "libdynamo_moe.so").touch()  # An earlier model's.
     report = dynamo_moe.export_language_model(model, tmp_path / "genai", **options)
     assert "no layer is one that the native library computes: it was left out" in report.notes
     assert not (tmp_path / "genai" / "libdynamo_moe.so").exists()

@@ -134,6 +134,14 @@ def test_plans_that_make_no_sense(
         dynamo_moe.sharded(mixtral, 0, 2, HEADS).__enter__()
 
 
+def test_weights_that_are_tied_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted("mixtral")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    monkeypatch.setattr(second.q_proj, "weight", first.q_proj.weight)
+    with pytest.raises(ValueError, match="q_proj' cannot be split: other modules have it too"):
+        dynamo_moe.sharded(model, 0, 2, HEADS).__enter__()
+
+
 def test_layers_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("mixtral")
     first, second = (layer.self_attn for layer in model.model.layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,7 +243,7 @@ def engines(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir() if each.suffix != ".onnx")
 
 
-def test_the_engines_of_all_ranks(tensorrt, compiled, given_files, rank_files):
+def test_the_engines_of_all_ranks(tensorrt, compiled, given_files, moe_file, rank_files):
     code, out, error = run_engine(rank_files, "--ranks", "--arch", "89", "--json")
     assert code == 0, error
     names = [f"model.rank{rank}.engine" for rank in range(2)]
@@ -261,6 +262,10 @@ def test_the_engines_of_all_ranks(tensorrt, compiled, given_files, rank_files):
     assert [name.split(".experts.")[0] for name in found] == ["o.rank0.plan"] * 2 + [
         "o.rank1.plan"
     ] * 2
+    # A whole model of the name that they have in common lies beside them.
+    shutil.copy(moe_file, rank_files)
+    code, _, error = run_engine(rank_files, "--ranks", "--arch", "89")
+    assert code == 0, error
 
 
 def test_a_rank_that_fails_leaves_what_was_there(
