@@ -5,8 +5,8 @@ Legend: E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -173,18 +173,14 @@ def sharded(
     check_plan(plan)
     place = _Place(rank, ranks, ALONE)
     splits = _splits(model, place, plan)
-    replaced: list[_Replaced] = []
-    undo: list[Callable[[], None]] = []
-    try:
-        replaced += _replaced(model, place, copies=False)
-        undo += [split.install(False) for split in splits]
-        layers = tuple(layer.report() for layer in replaced)
-        yield ShardReport(rank, ranks, layers, tuple(split.path for split in splits))
-    finally:
-        for each in undo:
-            each()
-        for layer in replaced:
-            layer.undo()
+    layers: list[ShardedLayer] = []
+    with ExitStack() as stack:
+        for replaced in _replaced(model, place, copies=False):
+            stack.callback(replaced.undo)
+            layers.append(replaced.report())
+        for split in splits:
+            stack.callback(split.install(False))
+        yield ShardReport(rank, ranks, tuple(layers), tuple(split.path for split in splits))
 
 
 def share_of(total: int, rank: int, ranks: int) -> range:

@@ -172,7 +172,7 @@ def export_language_model(
         plan = options.get("plan", "experts")
         options["split_axes"] = _split_axes(model, options["ranks"], plan, form)
     with performing(model, role, **form):
-        _check_beginning(model)
+        _check_cache(model)
         if folder is None:
             return _export(model, path, role, options)
         cache = _cache_of(model)
@@ -257,7 +257,7 @@ def _export_parts(
                 parts = _parts_of(model)
                 if parts is not None and part == "vision" and _has_values(model):
                     parts.check()
-                _check_beginning(model)
+                _check_cache(model)
                 reports[part] = _export(model, Path(written) / name, part, options | own)
         folder.mkdir(exist_ok=True)
         moved = [
@@ -295,14 +295,13 @@ def _export(
 ) -> ExportReport:
     """Exports a model within :func:`performing`."""
     case = example_case(model, new=_example_length(model))
-    kept = _cache_of(model)
-    if kept is not None and kept.length is not None:
+    cache, parts = _cache_of(model), _parts_of(model)
+    if cache is not None and cache.length is not None:
         # A trace asks for no values, and there is room for as many tokens as a model can read.
-        case["past_key_values"] = kept.empty(2)
+        case["past_key_values"] = cache.empty(2)
     inputs, outputs = [*case], [_RESULTS[role]]
     metadata: dict[str, str] = {}
     dynamic: dict[str, Any] = {name: {1: SEQUENCE} for name in inputs}
-    cache, parts = _cache_of(model), _parts_of(model)
     if parts is not None:
         metadata[model_parts.KEY] = model_parts.dumps(parts.described(parts.role))
         dynamic |= parts.dimensions(case)
@@ -377,7 +376,9 @@ def performing(
             if role in FILES:
                 performed = _part(model, role, bounded_windows=bounded_windows)
             elif role == "text-generation-with-past":
-                performed = _with_past(model, bounded_windows, cache_length)
+                performed = _with_past(
+                    model, bounded_windows=bounded_windows, cache_length=cache_length
+                )
             else:
                 performed = _without_past(model, _RESULTS[role])
             performed.form, performed.contexts = form, 0
@@ -431,7 +432,7 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
     parts, cache = _parts_of(model), _cache_of(model)
     if parts is not None and cache is None:
         return [DrawnCase(case) for case in parts.cases()]
-    _check_beginning(model)
+    _check_cache(model)
     drawn = []
     for number, (batch, new, past) in enumerate(_VERIFIED):
         if cache is None:
@@ -519,7 +520,7 @@ def _example_length(model: PreTrainedModel) -> int:
     return 3 + max((size for size in sizes if isinstance(size, int)), default=0)
 
 
-def _check_beginning(model: PreTrainedModel) -> None:
+def _check_cache(model: PreTrainedModel) -> None:
     """Checks that a model computes with its cache what it does without, if weights have values.
 
     States of zeros may not stand for no tokens; and a model may not expect keys of tokens to come.
@@ -532,15 +533,15 @@ def _check_beginning(model: PreTrainedModel) -> None:
         return
     forward: Any = model.forward
     if cache.length is not None:
-        calls, case = _in_two_calls(cache, example_case(model, 1, min(33, cache.length), 0))
+        calls, case = _in_two_calls(example_case(model, 1, min(33, cache.length), 0))
     elif all(kept.holds_tokens for kept in cache.tensors):
         return
     else:
         case = example_case(model, 1, 5, 0)
-        calls = [case | {"past_key_values": cache.empty(1)}]
         del case["past_key_values"]
+        calls = [case]
     with state_kept(model), evaluating(model), torch.no_grad():
-        past, results = calls[0]["past_key_values"], []
+        past, results = cache.empty(1), []
         for call in calls:
             logits, past = forward(**call | {"past_key_values": past})
             results.append(logits)
@@ -560,9 +561,7 @@ def _check_beginning(model: PreTrainedModel) -> None:
         )
 
 
-def _in_two_calls(
-    cache: ModelCache, case: dict[str, Any]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _in_two_calls(case: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns a prompt in two calls of a cache of a fixed length, and in one without a cache."""
     ids = case["input_ids"]
     length = ids.shape[1]
@@ -571,7 +570,7 @@ def _in_two_calls(
         mask = torch.zeros_like(case["attention_mask"])
         mask[:, :end] = 1
         call = {"input_ids": ids[:, begin:end], "attention_mask": mask}
-        calls.append(call | {PAST_LENGTH: torch.tensor([begin]), "past_key_values": cache.empty(1)})
+        calls.append(call | {PAST_LENGTH: torch.tensor([begin])})
     return calls, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -582,6 +581,7 @@ def _has_values(model: PreTrainedModel) -> bool:
 
 def _with_past(
     model: PreTrainedModel,
+    *,
     bounded_windows: bool,
     cache_length: int | None = None,
     parts: Parts | None = None,
@@ -653,7 +653,7 @@ def _with_past(
 def _part(model: PreTrainedModel, part: PartName, *, bounded_windows: bool) -> Callable[..., Any]:
     parts = Parts(model, part)
     if part == "decoder":
-        performed: Any = _with_past(model, bounded_windows, parts=parts)
+        performed: Any = _with_past(model, bounded_windows=bounded_windows, parts=parts)
     else:
         performed = parts.performed()
         performed.unused = parts.decoder  # An export does not warn of its experts.

@@ -66,7 +66,7 @@ bool set_communicator(Context&, void*, long) {
   throw std::runtime_error("an engine of several ranks needs TensorRT 10.16 or later");
 }
 
-// So is the second of these, where TensorRT had no caches to update.
+// Headers from before TensorRT updated caches in place lack it: the second of these is for them.
 template <typename CudaEngine>
 auto aliased_input(const CudaEngine& engine, const char* output, int)
     -> decltype(engine.getAliasedInputTensor(output)) {

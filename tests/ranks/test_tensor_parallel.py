@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import onnx
 import pytest
@@ -15,9 +15,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import dynamo_moe
+from dynamo_moe import tensor_parallel
 from dynamo_moe.cli import app
 from dynamo_moe.files.rank_files import files_of_ranks, record_of
-from dynamo_moe.tensor_parallel import ColumnLinear, RowLinear, splits
+from dynamo_moe.tensor_parallel import ColumnLinear, RowLinear, Split, splits
 from moe_architectures import ARCHITECTURES, example_inputs
 from small_models import mlp_model
 
@@ -55,14 +56,27 @@ def test_a_model_is_as_it_was(mixtral: Any) -> None:
     assert torch.equal(mixtral(**inputs).logits, before)
 
 
+def test_a_model_is_whole_after_a_failure(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(copies: bool) -> NoReturn:
+        raise OSError("a weight cannot be read")
+
+    def some(*arguments: Any) -> list[Split]:
+        return [*splits(*arguments)[:2], Split("a third", failing)]
+
+    before = parts(mixtral)
+    monkeypatch.setattr(tensor_parallel, "splits", some)
+    with pytest.raises(OSError, match="cannot be read"):
+        dynamo_moe.sharded(mixtral, 0, 2, HEADS).__enter__()
+    assert parts(mixtral) == before
+
+
 def test_a_stack_of_gate_and_up_is_split_in_both() -> None:
     """As the plans of Phi and GLM have it."""
 
     class Model(nn.Module):
-        tp_plan = {"up": "packed_colwise", "down": "rowwise"}  # noqa: RUF012
-
         def __init__(self) -> None:
             super().__init__()
+            self.tp_plan = {"up": "packed_colwise", "down": "rowwise"}
             self.up, self.down = nn.Linear(3, 12), nn.Linear(6, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
