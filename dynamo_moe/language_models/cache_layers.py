@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from custom_ops import write_to_cache
@@ -62,50 +65,75 @@ class WindowAndStates(LinearAttentionAndSlidingWindowAttentionLayer):  # type: i
     get_mask_sizes = Window.get_mask_sizes
 
 
-class Buffer(DynamicLayer):
+class WithRoom:
     """Keys and values of up to ``length`` tokens, in tensors that are as long from the beginning.
 
     Attributes:
         length: L.
     """
 
+    length: int
     keys: Any
     values: Any
-
-    def __init__(self, length: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = length
+    is_initialized: bool
+    _past_length: Any = 0
+    _positions: Tensor | None = None
 
     def begin_at(self, past_length: Tensor, positions: Tensor) -> None:
         """Takes P, the tokens that it holds: ``[1]`` int64, and the same for each row, ``[B]``."""
         self._past_length, self._positions = past_length, positions
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Makes room for keys and values like these."""
-        self.keys, self.values = (
-            x.new_zeros(*x.shape[:-2], self.length, x.shape[-1]) for x in (key_states, value_states)
-        )
-        nothing = torch.zeros(1, dtype=torch.int64, device=key_states.device)
-        self.begin_at(nothing, nothing.expand(key_states.shape[0]))
-        self.is_initialized = True
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes new tokens behind those before, and returns all that there is room for."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = write_to_cache(self.keys, key_states, self._positions)
-        self.values = write_to_cache(self.values, value_states, self._positions)
+        self.keys = self._with(self.keys, key_states)
+        self.values = self._with(self.values, value_states)
+        self.is_initialized = True
         return self.keys, self.values
+
+    def _with(self, cache: Tensor | None, new: Tensor) -> Tensor:
+        if cache is None:
+            cache = new.new_zeros(*new.shape[:-2], self.length, new.shape[-1])
+        positions = self._positions
+        if positions is None:
+            positions = torch.zeros(len(new), dtype=torch.int64, device=new.device)
+        return write_to_cache(cache, new, positions)
 
     def get_seq_length(self) -> Any:
         """Returns P, as a tensor: a trace has no number for it."""
-        return self._past_length if self.is_initialized else 0
+        return self._past_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns how many keys the new tokens get, and the position of the first."""
         return self.length, 0
+
+
+class Buffer(WithRoom, DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values alone."""
+
+
+# transformers' two bases differ in what their attributes are.
+class BufferAndStates(  # type: ignore[no-untyped-call, misc, override]
+    WithRoom, LinearAttentionAndFullAttentionLayer
+):
+    """Keys and values beside states of convolutions or linear attention."""
+
+
+class IndexedBuffer(WithRoom, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
+    """Keys and values beside the keys of an indexer, which finds the tokens that attention sees.
+
+    They are kept as those of one head, ``[B, 1, L, C]``: TensorRT writes into four dimensions.
+    """
+
+    indexer_keys: Any
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Writes the keys of new tokens, and returns all that there is room for."""
+        self.indexer_keys = self._with(self.indexer_keys, indexer_key_states.unsqueeze(1))
+        self.is_indexer_initialized = True
+        keys: Tensor = self.indexer_keys.squeeze(1)
+        return keys
 
 
 def windowed(layer: Any) -> Any:
@@ -130,14 +158,23 @@ def buffered(layer: Any, length: int) -> Any:
     """Returns a layer that has room for so many tokens.
 
     Raises:
-        ValueError: If the layer keeps something else than keys and values. Beside them, states of
-            linear attention could stay, but transformers takes a mask's last columns for that of
-            the new tokens there, and in one of all tokens to come these are elsewhere.
+        ValueError: If the layer keeps something else than keys, values, and states of convolutions
+            or linear attention.
     """
     layer = unbounded(layer)
-    if type(layer) is not DynamicLayer:
+    if type(layer) in (LinearAttentionLayer, DummyLayer):
+        return layer  # Its tensors have one size anyway.
+    buffer: WithRoom
+    if type(layer) is DynamicLayer:
+        buffer = Buffer()  # type: ignore[no-untyped-call]
+    elif type(layer) is DynamicIndexedLayer:
+        buffer = IndexedBuffer()  # type: ignore[no-untyped-call]
+    elif type(layer) is LinearAttentionAndFullAttentionLayer:
+        buffer = BufferAndStates(layer.number_of_states)
+    else:
         raise ValueError(
-            "a cache of a fixed length has keys and values alone, but layers of the kind "
-            f"{type(layer).__name__} keep something else: leave out cache_length"
+            "a cache of a fixed length has keys, values and states of linear attention, but layers "
+            f"of the kind {type(layer).__name__} keep something else: leave out cache_length"
         )
-    return Buffer(length)
+    buffer.length = length
+    return buffer

@@ -167,9 +167,9 @@ class ModelCache:
         )
         if bounded_windows:
             self.tensors = [_bounded(kept, first.layers) for kept in self.tensors]
-        if length is not None and not all(kept.is_written for kept in self.tensors):
+        if length is not None and any(PAST in kept.shape for kept in self.tensors):
             raise ValueError(
-                f"cache_length needs transformers' own cache of keys and values, but "
+                f"cache_length needs transformers' own cache, but "
                 f"{type(model).__name__} has a {type(first).__name__}"
             )
         numbers, others = _values(first, int), _values(second, int)
@@ -212,10 +212,12 @@ class ModelCache:
         for place in self._lengths:
             _put(cache, place, length)
         if self.length is not None:
+            from dynamo_moe.language_models.cache_layers import WithRoom
+
             positions = length.expand(tensors[0].shape[0])  # One node for all layers.
-            buffers: Any = cache.layers
-            for layer in buffers:
-                layer.begin_at(length, positions)
+            for layer in cache.layers:
+                if isinstance(layer, WithRoom):
+                    layer.begin_at(length, positions)
         return _with_a_length(cache)
 
     def _check_windows(self, tensors: Sequence[Tensor], length: int) -> None:

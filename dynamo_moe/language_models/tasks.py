@@ -124,8 +124,9 @@ def export_language_model(
             ``[B, G, L, C]``, and may be one buffer, zeros at first, into which TensorScatter writes
             new tokens; TensorRT updates it in place. Then ``attention_mask`` is ``[B, L]``, 0 also
             for tokens to come, and another input, ``past_sequence_length`` ``[1]`` int64, is P.
-            Shapes stay the same from token to token. It needs opset 24, the default then, and keys
-            and values in all layers. Not with target ``onnxruntime``, which has ``shared_cache``.
+            Shapes stay the same from token to token. Keys of an indexer are ``[B, 1, L, C]``;
+            states are replaced as otherwise. It needs opset 24, the default then. Not with target
+            ``onnxruntime``, which has ``shared_cache``.
         folder: A folder that a runtime opens, in place of a file alone: ``genai``, with what
             onnxruntime-genai needs (target ``onnxruntime`` and its shared cache, unless told
             otherwise), or ``transformers``, for transformers.js and optimum's ``ORTModel``.
@@ -596,16 +597,21 @@ def _with_past(
         past_length: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
+        (new,) = tokens.values()
+
+        def of_the_new(columns: Tensor) -> Tensor:
+            if past_length is None:
+                return columns[:, -new.shape[1] :]
+            steps = torch.arange(new.shape[1], device=new.device)
+            return columns.index_select(1, past_length + steps)
+
         if takes_positions:
             # As generate() does: padding on the left does not count. These are the tokens before.
             positions = attention_mask.cumsum(-1) - attention_mask
-            (new,) = tokens.values()
-            if past_length is None:
-                positions = positions[:, -new.shape[1] :]
-            else:
-                steps = torch.arange(new.shape[1], device=new.device)
-                positions = positions.index_select(1, past_length + steps)
-            options.setdefault("position_ids", positions)
+            options.setdefault("position_ids", of_the_new(positions))
+        if past_length is not None and not cache.is_plain:
+            # Linear attention reads the last columns as the new tokens', attention the first L.
+            attention_mask = torch.cat([attention_mask, of_the_new(attention_mask)], dim=1)
         logits: Tensor = original(**tokens, attention_mask=attention_mask, **options).logits
         return logits
 

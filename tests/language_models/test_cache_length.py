@@ -110,8 +110,11 @@ def test_one_buffer_can_be_both(mixtral: tuple[Any, Path]) -> None:
         np.testing.assert_allclose(values[name].numpy(), tensor, rtol=1e-4, atol=1e-5)
 
 
-# Further models that have a cache of keys and values alone; gpt-oss has windows and sinks too.
+# gpt-oss has windows and sinks, LFM2 states of convolutions, DeepSeek-V3.2 keys of an indexer.
+KINDS = ("gpt_oss", "lfm2_moe", "deepseek_v32")
 OTHERS = (
+    *("axk2", "bailing_hybrid", "dots3_note", "glm_moe_dsa", "granitemoehybrid", "hy_v4"),
+    *("inkling", "jamba", "kimi_linear", "nemotron_h", "qwen3_5_moe", "qwen3_next", "zaya"),
     *("afmoe", "aria", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"),
     *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4", "glm4_moe", "glm4_moe_lite"),
     *("granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1"),
@@ -121,7 +124,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)]
+    "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)]
 )
 def test_of_other_models(name: str, tmp_path: Path) -> None:
     model = built(name)
@@ -163,8 +166,8 @@ def test_options_are_checked(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("deepseek_v32", "layers of the kind DynamicIndexedLayer keep something else"),
-        ("lfm2_moe", "layers of the kind LinearAttentionLayer keep something else"),
+        ("deepseek_v4", "layers of the kind DeepseekV4HCACache keep something else"),
+        ("minimax", "MiniMaxForCausalLM has a MiniMaxCache"),
     ],
 )
 def test_what_has_no_room_is_refused(name: str, reason: str, tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_text(program: Program, mixtral: Path) -> None:
         ("gpt_oss", {"bounded_windows": True}, {"sliding_window": 6}),
         # Keys, values and logits of two bytes.
         ("mixtral", {}, {"dtype": torch.float16}),
-        # Buffers of a fixed length, which are updated in place.
-        ("mixtral", {"cache_length": 24}, {}),
+        # Buffers of a fixed length, which are updated in place, beside states, which are not.
+        ("lfm2_moe", {"cache_length": 24}, {}),
         # Nothing is kept.
         ("mixtral", {"task": "text-generation"}, {}),
     ],
