@@ -1,15 +1,8 @@
 """Language models of transformers as ONNX files: their tasks, and what they keep between tokens."""
 
-from dynamo_moe.language_models.tasks import (
-    TASKS,
-    Role,
-    Task,
-    example_case,
-    export_language_model,
-    performing,
-    role_of,
-    verification_cases,
-)
+from dynamo_moe.language_models.cases import example_case, verification_cases
+from dynamo_moe.language_models.forwards import TASKS, Role, Task, performing, role_of
+from dynamo_moe.language_models.tasks import export_language_model
 
 __all__ = [
     "TASKS",

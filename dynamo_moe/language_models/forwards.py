@@ -1,0 +1,230 @@
+"""What a model's forward takes and returns while a file of a role is made or compared.
+
+Legend: B batch, S new tokens, P tokens in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dynamo_moe.files.cache_entries import PAST_LENGTH
+from dynamo_moe.files.model_parts import FILES, PartName
+from dynamo_moe.language_models.caches import ModelCache, Past
+from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
+from dynamo_moe.tracing.exportable_models import exportable_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Task = Literal[
+    "text-generation-with-past", "text-generation", "feature-extraction", "image-text-to-text"
+]
+TASKS: tuple[str, ...] = get_args(Task)
+Role = Literal["text-generation-with-past", "text-generation", "feature-extraction"] | PartName
+"""What a file does: a task, or one of the parts of ``image-text-to-text``."""
+
+RESULTS: dict[Role, str] = {
+    "text-generation-with-past": "logits",
+    "text-generation": "logits",
+    "feature-extraction": "last_hidden_state",
+    "vision": FEATURES,
+    "embedding": EMBEDS,
+    "decoder": "logits",
+}
+"""What a file of a role gives first."""
+
+# Held while a forward is replaced or restored.
+_REPLACING = Lock()
+
+
+@contextlib.contextmanager
+def performing(
+    model: PreTrainedModel,
+    role: Role,
+    *,
+    bounded_windows: bool = False,
+    cache_length: int | None = None,
+) -> Iterator[None]:
+    """Inside the context, the model's forward takes and returns what its file for a role does.
+
+    For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
+    past_key_values)``, with a tuple of tensors, such as (keys, values), for each layer that keeps
+    some; it returns (logits, list of such tuples). With ``cache_length``, another argument is in
+    front of ``past_key_values``: ``past_sequence_length``. For the other tasks of one file
+    ``forward(input_ids, attention_mask)`` returns one tensor; the parts of ``image-text-to-text``
+    take and return what their files do. Contexts of one role may overlap, also in several threads;
+    the last to end restores the forward.
+    :func:`verify` does this itself.
+
+    Raises:
+        ValueError: As :func:`export_language_model`.
+    """
+    if role not in RESULTS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {role!r}")
+    with _REPLACING:
+        performed: Any = model.forward
+        form = role, bounded_windows, cache_length
+        if getattr(performed, "form", None) != form:
+            if role in FILES:
+                performed = _part(model, role, bounded_windows=bounded_windows)
+            elif role == "text-generation-with-past":
+                performed = _with_past(
+                    model, bounded_windows=bounded_windows, cache_length=cache_length
+                )
+            else:
+                performed = _without_past(model, RESULTS[role])
+            performed.form, performed.contexts = form, 0
+            performed.original = vars(model).get("forward")  # accelerate's hooks set one.
+            model.forward = performed
+        performed.contexts += 1
+    try:
+        yield
+    finally:
+        with _REPLACING:
+            performed.contexts -= 1
+            if not performed.contexts:
+                del model.forward
+                if performed.original is not None:
+                    model.forward = performed.original
+
+
+def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Role | None:
+    """Returns the role of a file with these inputs and outputs; None if the model has none."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    firsts: dict[PartName, str] = {"vision": "pixel_values", "embedding": "input_ids"}
+    for part, first in (firsts | {"decoder": EMBEDS}).items():
+        others = FEATURES in inputs if part == "embedding" else True
+        if inputs[:1] == [first] and outputs[:1] == [RESULTS[part]] and others:
+            return part
+    if list(inputs[:2]) != ["input_ids", "attention_mask"] or not outputs:
+        return None
+    kept = inputs[3:] if list(inputs[2:3]) == [PAST_LENGTH] else inputs[2:]
+    past = [name.removeprefix("past_key_values.") for name in kept]
+    if past and list(outputs[1:]) == [f"present.{name}" for name in past]:
+        return "text-generation-with-past" if outputs[0] == "logits" else None
+    if len(inputs) != 2 or len(outputs) != 1:
+        return None
+    roles: tuple[Role, ...] = ("text-generation", "feature-extraction")
+    return next((role for role in roles if outputs[0] == RESULTS[role]), None)
+
+
+def cache_of(model: PreTrainedModel) -> ModelCache | None:
+    """Returns the cache of a model within :func:`performing`; None if its task has none."""
+    return getattr(model.forward, "cache", None)
+
+
+def parts_of(model: PreTrainedModel) -> Parts | None:
+    """Returns the parts of a model whose forward is one of them."""
+    return getattr(model.forward, "parts", None)
+
+
+def _with_past(
+    model: PreTrainedModel,
+    *,
+    bounded_windows: bool,
+    cache_length: int | None = None,
+    parts: Parts | None = None,
+) -> Callable[..., Any]:
+    cache = ModelCache(model, bounded_windows=bounded_windows, cache_length=cache_length)
+    original = model.forward
+    takes_positions = "position_ids" in inspect.signature(original).parameters
+
+    def computed(
+        tokens: dict[str, Tensor],
+        attention_mask: Tensor,
+        past_length: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        (new,) = tokens.values()
+
+        def of_the_new(columns: Tensor) -> Tensor:
+            if past_length is None:
+                return columns[:, -new.shape[1] :]
+            steps = torch.arange(new.shape[1], device=new.device)
+            return columns.index_select(1, past_length + steps)
+
+        if takes_positions:
+            # As generate() does: padding on the left does not count. These are the tokens before.
+            positions = attention_mask.cumsum(-1) - attention_mask
+            options.setdefault("position_ids", of_the_new(positions))
+        if past_length is not None and not cache.is_plain:
+            # Linear attention reads the last columns as the new tokens', attention the first L.
+            attention_mask = torch.cat([attention_mask, of_the_new(attention_mask)], dim=1)
+        logits: Tensor = original(**tokens, attention_mask=attention_mask, **options).logits
+        return logits
+
+    def gone_on(
+        tokens: dict[str, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Past,
+        past_length: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        (new,) = tokens.values()
+        before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
+        filled = cache.filled(past_key_values, before)
+        options |= {"past_key_values": filled, "use_cache": True}
+        with exportable_models():  # Some recurrences of transformers cannot go on from a state.
+            logits = computed(tokens, attention_mask, past_length, **options)
+        return logits, cache.held(filled)
+
+    def growing(
+        input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        return gone_on({"input_ids": input_ids}, attention_mask, past_key_values)
+
+    def with_room(
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        past_sequence_length: Tensor,
+        past_key_values: Past,
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        tokens = {"input_ids": input_ids}
+        return gone_on(tokens, attention_mask, past_key_values, past_sequence_length)
+
+    def alone(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return computed({"input_ids": input_ids}, attention_mask, use_cache=False)
+
+    performed: Any = growing if cache_length is None else with_room
+    if parts is not None:
+        performed = parts.decoding(gone_on)
+    performed.alone = alone if parts is None else parts.decoding(computed, use_cache=False)
+    performed.cache = cache
+    replacement: Callable[..., Any] = performed
+    return replacement
+
+
+def _part(model: PreTrainedModel, part: PartName, *, bounded_windows: bool) -> Callable[..., Any]:
+    parts = Parts(model, part)
+    if part == "decoder":
+        performed: Any = _with_past(model, bounded_windows=bounded_windows, parts=parts)
+    else:
+        performed = parts.performed()
+        performed.unused = parts.decoder  # An export does not warn of its experts.
+    performed.parts = parts
+    replacement: Callable[..., Any] = performed
+    return replacement
+
+
+def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
+    original = model.forward
+    takes_cache = "use_cache" in inspect.signature(original).parameters
+    options = {"use_cache": False} if takes_cache else {}
+
+    def forward(input_ids: Tensor, attention_mask: Tensor) -> Any:
+        outputs = original(input_ids=input_ids, attention_mask=attention_mask, **options)
+        if not hasattr(outputs, name):
+            raise ValueError(f"{type(model).__name__} gives no {name}: choose another task")
+        return getattr(outputs, name)
+
+    return forward
