@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,8 +14,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-import dynamo_moe
 from custom_ops.packed_weights import ENCODINGS
+from dynamo_moe.cli import model_steps
 from dynamo_moe.cli.common import (
     Debug,
     Json,
@@ -27,22 +26,18 @@ from dynamo_moe.cli.common import (
     need_writable,
     need_writable_folder,
     print_report,
-    step,
 )
 from dynamo_moe.cli.model_loading import (
     UsageError,
     check_example,
     is_checkpoint,
-    load_model,
     parse_dynamic,
-    parse_shapes,
 )
 from dynamo_moe.cli.outcomes import Outcome, named_finally, unverified
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
-from dynamo_moe.progress.display import shown
 
 if TYPE_CHECKING:
-    from dynamo_moe.files.file_form import ExpertsForm, FileForm
+    pass
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -400,7 +395,7 @@ def export(
         _check_body(body, target)
         (need_writable_folder if is_folder else need_writable)(out)
         if verify:
-            _need_onnxruntime()
+            model_steps.need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
         # A file gets its name only once it is verified.
         target_file = unverified(out, is_folder=is_folder) if verify else out
@@ -410,7 +405,7 @@ def export(
             args: tuple[Any, ...] | None = None
             if hf:
                 folder, weights_dtype = Path(model), _torch_dtype(dtype)
-                module = _open_checkpoint(console, folder, weights_dtype)
+                module = model_steps.open_checkpoint(console, folder, weights_dtype)
                 options |= {
                     "task": task or "text-generation-with-past",
                     "link_weights": link_weights,
@@ -424,23 +419,25 @@ def export(
             else:
                 if static or dynamic:
                     options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
-                module, args = _load(console, model, shape, needed=True)
+                module, args = model_steps.load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
-            _convert(console, module, args, conversion, strict, outcome)
-            outcome.quantization = _quantize(console, module, rounding)
-            outcome.exported = exported = _export(
+            model_steps.convert(console, module, args, conversion, strict, outcome)
+            outcome.quantization = model_steps.quantize(console, module, rounding)
+            outcome.exported = exported = model_steps.export(
                 console, module, args, target_file, options, mute=not (hf or debug)
             )
             if verify:
                 with named_finally(outcome, exported, target_file, out):
                     if hf:
-                        module = _load_checkpoint(console, folder, weights_dtype, conversion)
-                        _quantize(console, module, rounding)
+                        module = model_steps.load_checkpoint(
+                            console, folder, weights_dtype, conversion
+                        )
+                        model_steps.quantize(console, module, rounding)
                     written = exported.path if folder_format or not is_folder else target_file
-                    report = outcome.verification = _verify(
+                    report = outcome.verification = model_steps.verify(
                         console, written, module, None, library=library
                     )
-                    _check(report)
+                    model_steps.check(report)
 
 
 @app.command(
@@ -495,7 +492,7 @@ def verify(
     with failures(debug):
         group, file = _own_rank(file) if ranks else (None, file)
         need_file(file)
-        _need_onnxruntime()
+        model_steps.need_onnxruntime()
         from dynamo_moe.files.file_form import form_of
 
         args: tuple[Any, ...] | None = None
@@ -503,17 +500,17 @@ def verify(
             if shape:
                 raise UsageError("--shape does not go with a checkpoint")
             folder, form = Path(model), form_of(file)
-            module: nn.Module = _load_as_in(form, console, folder, _torch_dtype(dtype))
+            module: nn.Module = model_steps.load_as_in(form, console, folder, _torch_dtype(dtype))
         elif dtype:
             raise UsageError("--dtype needs a checkpoint: a folder with config.json")
         else:
-            module, args = _load(console, model, shape)
-            _round_as_in(form_of(file), console, module, args)
+            module, args = model_steps.load(console, model, shape)
+            model_steps.round_as_in(form_of(file), console, module, args)
         inputs = [args] if shape and args else None
-        report = _verify(console, file, module, inputs, group, library=library)
+        report = model_steps.verify(console, file, module, inputs, group, library=library)
         if group is None or group.rank() == 0:
             print_report(report, as_json=as_json, quiet=quiet)
-        _check(report)
+        model_steps.check(report)
 
 
 def _own_rank(file: Path) -> tuple[dist.ProcessGroup, Path]:
@@ -573,39 +570,6 @@ def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
-def _load(
-    console: Console, model: str, shapes: Sequence[str] | None, *, needed: bool = False
-) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    example = parse_shapes(shapes) if shapes else None
-    with step(console, f"Loading {model}"):
-        module, args = load_model(model)
-    if needed and not (example or args is not None):
-        raise UsageError(f"{model} gives no example inputs: pass --shape, or return (model, args)")
-    return module.eval(), example or args
-
-
-def _convert(
-    console: Console,
-    module: nn.Module,
-    args: tuple[Any, ...] | None,
-    conversion: dict[str, Any],
-    strict: bool,
-    outcome: Outcome,
-) -> None:
-    from dynamo_moe.conversion import ADAPTER_PAGE, unconverted
-
-    with step(console, "Converting"):
-        report = dynamo_moe.convert(module, args or (), **conversion)
-    outcome.conversion, outcome.unmerged = report, unconverted.merge_hint(module)
-    if strict and report.unrecognised:
-        number = len(report.unrecognised)
-        raise ValueError(
-            f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
-            f"converted: {unconverted.listing(report.unrecognised)}; {ADAPTER_PAGE} "
-            "says how to convert them"
-        )
-
-
 def _rounding(
     experts: str | None, linear: str | None, group: int | None, ignore: list[str] | None
 ) -> dict[str, Any]:
@@ -620,142 +584,12 @@ def _rounding(
     return options if ignore is None else options | {"ignore": [name for name in ignore if name]}
 
 
-def _quantize(
-    console: Console, module: nn.Module, options: dict[str, Any]
-) -> dynamo_moe.QuantizationReport | None:
-    if not options:
-        return None
-    experts, linear = options["weight_format"], options["linear"]
-    what = [*_rounded("experts", experts), *_rounded("linear layers", linear)]
-    with step(console, f"Rounding {' and '.join(what)}"):
-        return dynamo_moe.quantize(module, **options)
-
-
-def _rounded(what: str, weight_format: str | None) -> list[str]:
-    return [] if weight_format is None else [f"the {what} to {weight_format}"]
-
-
-def _open_checkpoint(console: Console, folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    """Returns a checkpoint's model of transformers, whose weights stay in their files."""
-    if not folder.is_dir():
-        raise UsageError(f"--hf takes a checkpoint's folder; there is no folder {folder}")
-    with step(console, f"Opening {folder}"):
-        return dynamo_moe.open_checkpoint(folder, dtype=dtype)
-
-
-def _load_checkpoint(
-    console: Console, folder: Path, dtype: torch.dtype | None, conversion: dict[str, Any]
-) -> nn.Module:
-    """Returns the same model with its weights in memory, converted."""
-    from dynamo_moe.weights.checkpoints import load_checkpoint
-
-    with step(console, f"Loading {folder}"):
-        model = load_checkpoint(folder, dtype=dtype)
-        dynamo_moe.convert(model, **conversion)
-    return model
-
-
-def _load_as_in(
-    form: FileForm, console: Console, folder: Path, dtype: torch.dtype | None
-) -> nn.Module:
-    """Returns a checkpoint's model with its weights in memory, in the form that a file has."""
-    opened: Any = _open_checkpoint(console, folder, None)
-    if dtype is None and form.dtype != opened.dtype:
-        dtype = form.dtype
-    cast = form.experts and form.experts.dtype
-    conversion = {"experts_dtype": None if cast == (dtype or opened.dtype) else cast}
-    module = _load_checkpoint(console, folder, dtype, conversion)
-    # The checkpoint's own packed experts are in memory decoded.
-    if form.experts and form.experts.weight_format and not _is_packed(opened):
-        _round_experts(form.experts, console, module, None)
-    _round_linear(form, console, module)
-    return module
-
-
-def _is_packed(opened: nn.Module) -> bool:
-    """Whether the experts of a model whose weights stay in their files are packed."""
-    from dynamo_moe.conversion.packing import converted_layers
-    from dynamo_moe.packed_experts import of
-
-    dynamo_moe.convert(opened)
-    return all(of(layer) is not None for layer in converted_layers(opened).values())
-
-
-def _round_as_in(
-    form: FileForm, console: Console, module: nn.Module, args: tuple[Any, ...] | None
-) -> None:
-    """Rounds a model's experts and linear layers where a file's are packed."""
-    if form.experts and form.experts.weight_format:
-        _round_experts(form.experts, console, module, args)
-    _round_linear(form, console, module)
-
-
-def _round_experts(
-    experts: ExpertsForm, console: Console, module: nn.Module, args: tuple[Any, ...] | None
-) -> None:
-    with step(console, f"Rounding the experts to {experts.weight_format}"):
-        dynamo_moe.convert(module, args or ())
-        dynamo_moe.quantize(
-            module, experts.weight_format, group=experts.group, zero_points=experts.zero_points
-        )
-
-
-def _round_linear(form: FileForm, console: Console, module: nn.Module) -> None:
-    from dynamo_moe.quantization import round_linear
-
-    for linear in form.linear:
-        layers, name = linear.layers, linear.weight_format
-        with step(console, f"Rounding {len(layers)} linear layers to {name}"):
-            round_linear(module, layers, name, group=linear.group, zero_points=linear.zero_points)
-
-
 def _check_body(body: str, target: str) -> None:
     from dynamo_moe.moe_nodes.targets.registry import targets_with_body
 
     takers = targets_with_body(body)
     if target not in takers:
         raise UsageError(f"--body needs --target {' or '.join(takers)}: other targets have none")
-
-
-def _export(
-    console: Console,
-    module: Any,
-    args: tuple[Any, ...] | None,
-    out: Path,
-    options: dict[str, Any],
-    *,
-    mute: bool,
-) -> dynamo_moe.ExportReport:
-    task = options.get("task")
-    doing = f"Exporting for {task or 'target ' + options['target']}"
-    with step(console, doing, mute=mute, status=False), shown(out.name, console) as progress:
-        if task:
-            return dynamo_moe.export_language_model(module, out, progress=progress, **options)
-        return dynamo_moe.export(module, args or (), out, progress=progress, **options)
-
-
-def _verify(
-    console: Console,
-    file: Path,
-    module: nn.Module,
-    inputs: Sequence[tuple[Any, ...]] | None,
-    group: dist.ProcessGroup | None = None,
-    *,
-    library: bool = False,
-) -> dynamo_moe.VerificationReport:
-    with step(console, "Verifying in ONNX Runtime"):
-        try:
-            return dynamo_moe.verify(
-                file, module, inputs, group=group, isolated=True, library=library
-            )
-        except dynamo_moe.VerificationError as error:
-            return error.report
-
-
-def _check(report: dynamo_moe.VerificationReport) -> None:
-    """Fails where a verification, already shown, did."""
-    if not report.passed:
-        raise dynamo_moe.VerificationError(report)
 
 
 def _known_opset(opset: int) -> int:
@@ -767,8 +601,3 @@ def _known_opset(opset: int) -> int:
     if not MIN_OPSET <= opset <= newest:
         raise UsageError(f"--opset must be from {MIN_OPSET} to {newest}, got {opset}")
     return opset
-
-
-def _need_onnxruntime() -> None:
-    if find_spec("onnxruntime") is None:
-        raise ImportError("verifying needs ONNX Runtime: pip install 'dynamo-moe[onnxruntime]'")

@@ -32,7 +32,7 @@ def test_verify_needs_a_file() -> None:
 
 
 def test_without_onnxruntime_verifying_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo_moe.cli.models.find_spec", lambda name: None)
+    monkeypatch.setattr("dynamo_moe.cli.model_steps.find_spec", lambda name: None)
     message = error_of("verify", "m.onnx", "models.py", code=1)
     assert message == "verifying needs ONNX Runtime: pip install 'dynamo-moe[onnxruntime]'"
 
@@ -131,7 +131,7 @@ def test_a_verification_that_breaks_leaves_no_name(
     def breaks(*args: object, **options: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("dynamo_moe.cli.models._verify", breaks)
+    monkeypatch.setattr("dynamo_moe.cli.model_steps.verify", breaks)
     out = tmp_path / "m.onnx"
     result = run("export", "models.py", str(out), "--shape", "2,5,16", "--verify")
     assert result.exit_code == 1
