@@ -446,7 +446,7 @@ def export(
     "(the random seed is the same)."
 )
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="An exported file.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="An exported file or folder.")],
     model: Model,
     shape: Annotated[
         list[str] | None,
@@ -494,7 +494,9 @@ def verify(
         need_file(file)
         model_steps.need_onnxruntime()
         from dynamo_moe.files.file_form import form_of
+        from dynamo_moe.language_models import model_in
 
+        file = model_in(file)
         args: tuple[Any, ...] | None = None
         if is_checkpoint(model):
             if shape:

@@ -1,6 +1,7 @@
 """Language models of transformers as ONNX files: their tasks, and what they keep between tokens."""
 
 from dynamo_moe.language_models.cases import example_case, verification_cases
+from dynamo_moe.language_models.folders import model_in
 from dynamo_moe.language_models.forwards import TASKS, Role, Task, performing, role_of
 from dynamo_moe.language_models.tasks import export_language_model
 
@@ -10,6 +11,7 @@ __all__ = [
     "Task",
     "example_case",
     "export_language_model",
+    "model_in",
     "performing",
     "role_of",
     "verification_cases",

@@ -136,8 +136,9 @@ class ModelCache:
 
         Raises:
             ExportError: If the model does not run.
-            ValueError: If it has an encoder, or keeps something that a file cannot: tensors whose
-                length is no number of tokens, or that may begin with other numbers than zeros.
+            ValueError: If it has an encoder or no cache, or keeps something that a file cannot:
+                tensors whose length is no number of tokens, or that may begin with other numbers
+                than zeros.
         """
         if model.config.is_encoder_decoder:
             raise ValueError(
@@ -291,9 +292,15 @@ def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cach
         with without_values():
             ids = torch.zeros(sizes, dtype=torch.int64)
             arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            cache: Cache = model(**arguments, use_cache=True, **options).past_key_values
+            outputs = model(**arguments, use_cache=True, **options)
     except Exception as error:  # The model's own code runs.
         raise ExportError(failures.explain(error)) from error
+    cache: Cache | None = getattr(outputs, "past_key_values", None)
+    if cache is None or not hasattr(cache, "layers"):
+        raise ValueError(
+            f"{type(model).__name__} gives no cache of transformers, past_key_values is {cache!r}: "
+            "use task text-generation"
+        )
     return cache
 
 

@@ -25,6 +25,13 @@ FORMATS: tuple[str, ...] = get_args(FolderFormat)
 # Where each looks for the model.
 _MODELS = {"genai": "model.onnx", "transformers": "onnx/model.onnx"}
 
+
+def model_in(path: Path) -> Path:
+    """Returns the model of a folder that a runtime opens; any other path itself."""
+    inside = [path / name for name in _MODELS.values()] if path.is_dir() else []
+    return next((file for file in inside if file.is_file()), path)
+
+
 # What a tokenizer's files are called in a checkpoint's folder.
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),

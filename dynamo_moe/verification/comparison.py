@@ -76,8 +76,8 @@ def verify(
 
     Args:
         path: The ONNX file. Of files for several ranks any one: all of them run here, and their
-            parts are summed. Or the folder of a model that sees pictures, whose files are compared
-            with that part of the model each.
+            parts are summed. Or a folder: one that a runtime opens, or that of a model that sees
+            pictures, whose files are compared with that part of the model each.
         model: The model that it was exported from, on the CPU; run as in ``eval()``.
         inputs: Cases to run, each a tuple of positional arguments or a mapping of keyword
             arguments. None: random ones of several batch sizes and lengths, up to 40 and beyond any
@@ -118,7 +118,7 @@ def verify(
         TimeoutError: If it took longer than ``timeout``.
     """
     check_model(model)
-    path = Path(path)
+    path = language_models.model_in(Path(path))
     if timeout is not None and not isolated:
         raise ValueError("timeout needs isolated=True: only a separate process can be ended")
     if group is not None and path.is_dir():

@@ -182,7 +182,7 @@ def test_the_native_library_computes_the_layers(tmp_path: Path) -> None:
     assert [(node.domain, node.op_type) for node in nodes] == 2 * [("moe", "DroplessMoE")]
     genai = Genai(folder)
     found = genai.finished(genai.start([PROMPT], 20))
-    verified = dynamo_moe.verify(folder / "model.onnx", model, library=True)
+    verified = dynamo_moe.verify(folder, model, library=True)
     assert len(verified.by_operator or ()) == 2
     model.set_experts_implementation("eager")
     assert found == continued(model, PROMPT, 20)
@@ -425,3 +425,6 @@ def test_the_command_line(opened: tuple[Any, Path], tmp_path: Path) -> None:
     ]
     assert mine.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.unverified"]
+    run = CliRunner().invoke(app, ["verify", str(out), str(checkpoint), "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout)["passed"]

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from transformers import BertConfig, BertLMHeadModel
 
 import dynamo_moe
 from architecture_table import write_row
@@ -287,6 +288,14 @@ def test_states_that_do_not_begin_with_zeros_are_refused(tmp_path: Path) -> None
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     model = ARCHITECTURES["switch_transformers"].build()
     with pytest.raises(ValueError, match=r"has an encoder, .*: use export, with decoder_input_ids"):
+        dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+
+
+def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
+    """A BERT with a head of language, which reads what comes after a token too."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    model = BertLMHeadModel(BertConfig(num_attention_heads=2, **sizes)).eval()
+    with pytest.raises(ValueError, match=r"BertLMHeadModel gives no cache .*None: use task text-g"):
         dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
 
 
