@@ -1,7 +1,6 @@
 // What ONNX Runtime looks for in a library of operators.
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <list>
 #include <map>
@@ -13,6 +12,7 @@
 #include "dynamo_moe.h"
 #include "node/node.h"
 #include "onnxruntime/kernel.h"
+#include "onnxruntime/node_info.h"
 #include "onnxruntime/ort_abi.h"
 #include "onnxruntime/runtime.h"
 
@@ -37,19 +37,6 @@ struct LayerOp : CustomOp {
 const LayerOp& Self(const CustomOp* op) { return *static_cast<const LayerOp*>(op); }
 
 const Node& NodeOf(const CustomOp* op) { return Self(op).node; }
-
-std::string NodeName(const Api& api, const OrtKernelInfo* info) {
-  std::size_t size = 0;
-  std::string name;
-  if (Take(api, api.KernelInfo_GetNodeName(info, nullptr, &size)).ok() && size > 0) {
-    name.resize(size);
-    if (!Take(api, api.KernelInfo_GetNodeName(info, name.data(), &size)).ok()) {
-      name.clear();
-    }
-  }
-  name.resize(std::strlen(name.c_str()));
-  return Printable(name);
-}
 
 OrtStatus* CreateKernel(const CustomOp* self, const OrtApi* /*api*/, const OrtKernelInfo* info,
                         void** kernel) {
