@@ -82,16 +82,21 @@ Status Cache::Open(const Kernels& kernels, const Offload& offload, std::shared_p
   std::size_t bytes = 0;
   DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_state(kernels.program(), &bytes)));
   const dynamo_moe_layer& layer = kernels.layer();
-  opened->summary_ = Text(
-      layer.resident_experts, " of ", layer.experts, " experts at a time are on the device, in ",
-      bytes, offload.shared ? " bytes that all contexts share" : " bytes for each context");
+  opened->summary_ = Text(layer.resident_experts, " of ", layer.experts,
+                          " experts at a time are on the device, in ", bytes, " bytes ");
+  opened->shared_ = offload.shared;
   *cache = std::move(opened);
   return {};
 }
 
 Status Cache::Prepare() const { return FromLauncher(dynamo_moe_cache_prepare(cache_)); }
 
-std::string Cache::TakeSummary() { return summary_taken_.exchange(true) ? "" : summary_; }
+std::string Cache::TakeSummary(const char* user) {
+  if (summary_taken_.exchange(true)) {
+    return "";
+  }
+  return shared_ ? Text(summary_, "that all ", user, "s share") : Text(summary_, "for each ", user);
+}
 
 std::string Cache::TakeWarning() {
   const char* note = "";

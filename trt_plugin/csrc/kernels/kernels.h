@@ -69,8 +69,8 @@ class Cache {
   Status Prepare() const;
 
   dynamo_moe_cache* get() const { return cache_; }
-  // What a logger should be told; each text once, then "".
-  std::string TakeSummary();
+  // What a logger should be told; each text once, then "". The user is a context, or a stream.
+  std::string TakeSummary(const char* user);
   std::string TakeWarning();
 
  private:
@@ -78,6 +78,7 @@ class Cache {
 
   dynamo_moe_cache* cache_ = nullptr;
   std::string summary_;
+  bool shared_ = false;
   std::atomic<bool> summary_taken_ = false;
   std::atomic<bool> warning_taken_ = false;
 };

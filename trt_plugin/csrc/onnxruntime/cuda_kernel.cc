@@ -203,7 +203,7 @@ Status CudaKernel::OpenCache(std::shared_ptr<Cache>* cache) const {
   std::shared_ptr<Cache> opened;
   DYNAMO_MOE_RETURN_IF_ERROR(Cache::Open(*kernels_, offload_, &opened));
   DYNAMO_MOE_RETURN_IF_ERROR(opened->Prepare());
-  Log(kInfoLog, opened->TakeSummary());
+  Log(kInfoLog, opened->TakeSummary("stream"));
   Log(kWarningLog, opened->TakeWarning());
   *cache = std::move(opened);
   return {};

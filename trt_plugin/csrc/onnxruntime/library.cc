@@ -161,8 +161,8 @@ Status MakeOps(const Api& api, const std::string& kernels, Ops* ops) {
   return {};
 }
 
-// Whether the runtime has the entries for GPUs. Asked for a version that it lacks, 1.17 writes a line
-// to stderr.
+// Whether the runtime has the entries for GPUs. Asked for a version that it lacks, 1.17 writes a
+// line to stderr.
 bool HasGpuEntries(const ApiBase& base) {
   unsigned major = 0;
   unsigned minor = 0;

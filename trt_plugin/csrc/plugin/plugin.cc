@@ -336,7 +336,7 @@ std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inpu
       return kernels_->Prepare();
     }
     DYNAMO_MOE_RETURN_IF_ERROR(cache_->Prepare());
-    if (const std::string text = cache_->TakeSummary(); !text.empty()) {
+    if (const std::string text = cache_->TakeSummary("context"); !text.empty()) {
       Log(tensorrt::Severity::kInfo, layer_->subject.c_str(), text.c_str());
     }
     if (const std::string text = cache_->TakeWarning(); !text.empty()) {
