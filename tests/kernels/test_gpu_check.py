@@ -131,7 +131,7 @@ def test_an_unknown_stage_is_refused():
 def test_a_rehearsal(tmp_path):
     """Neither the library, which `make package-test` builds, nor the baseline, as `tuned`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    stages = ["device", "tests", "tune", "tuned"]
+    stages = ["device", "tests", "sessions", "tune", "tuned"]
     command = [
         sys.executable,
         "-m",
@@ -149,6 +149,7 @@ def test_a_rehearsal(tmp_path):
     summary = (results / "summary.txt").read_text()
     assert re.findall(r"^(\w+) .*  ok$", summary, re.MULTILINE) == stages
     assert re.search(r"\n=+ [3-9]\d passed, \d+ deselected", (results / "tests.log").read_text())
+    assert " 3 passed, " in (results / "sessions.log").read_text()
     cells = json.loads((results / "tuned.json").read_text())["cells"]
     (cell,) = [cell for cell in cells if cell["routing"] == "uniform"]
     assert set(cell["cold us"]) == {"ours", "grouped_mm", "fused_moe"}
