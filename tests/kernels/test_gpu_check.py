@@ -119,7 +119,8 @@ def test_an_unknown_stage_is_refused():
     command = [sys.executable, "-m", "benchmarks.gpu.check", "--only", "tests,sleep"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 2
-    assert "stages are device, library, tests, baseline, tune, tuned; got sleep" in found.stderr
+    names = "device, library, tests, sessions, baseline, tune, tuned"
+    assert f"stages are {names}; got sleep" in found.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run it instead")
