@@ -361,7 +361,13 @@ const OrtApi* TableOf(bool has_gpu_entries) {
 std::uint32_t Minor() { return static_cast<std::uint32_t>(std::atoi(version.c_str() + 2)); }
 
 const OrtApi* GetApi(std::uint32_t wanted) {
-  return wanted <= Minor() ? TableOf(Minor() >= ort::kGpuApiVersion) : nullptr;
+  if (wanted > Minor()) {
+    // The runtime writes it to stderr.
+    const std::scoped_lock lock(mutex);
+    messages.push_back("the requested version of the interface is not available");
+    return nullptr;
+  }
+  return TableOf(Minor() >= ort::kGpuApiVersion);
 }
 
 const char* Taken(OrtStatus* status) {
