@@ -3,30 +3,15 @@
 //
 // Arguments: bundles for sm_80 of one layer and of the same layer offloaded, and the sources of its
 // w1 and w2. libcuda.so.1 is the stand-in.
-#include <dlfcn.h>
-
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <iterator>
-#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "bundle/format.h"
-#include "dynamo_moe.h"
+#include "../standin_client.h"
 #include "runtime.h"
-
-#define CHECK(condition)                                           \
-  do {                                                             \
-    if (!(condition)) {                                            \
-      std::fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
-      std::exit(1);                                                \
-    }                                                              \
-  } while (false)
 
 extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const ort::ApiBase* base);
 
@@ -38,63 +23,6 @@ constexpr std::int64_t kTopK = 2;
 constexpr std::int64_t kWidth = 136;
 constexpr std::int64_t kHidden = 72;
 constexpr int kThreads = 6;
-
-struct Standin {
-  void (*reset)();
-  int (*add_device)(int, int);
-  int (*add_image)(const char*, std::size_t);
-  void* (*create_context)(int);
-  void (*destroy_context)(void*);
-  void* (*create_stream)(void*);
-  void (*set_context)(void*);
-  void (*fail)(const char*, int, int);
-  int (*live_modules)();
-  int (*live)(const char*);
-};
-
-template <typename Function>
-void Find(void* library, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(library, name));
-  CHECK(*function != nullptr);
-}
-
-Standin LoadStandin() {
-  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  CHECK(library != nullptr);
-  Standin standin = {};
-  Find(library, "standin_reset", &standin.reset);
-  Find(library, "standin_add_device", &standin.add_device);
-  Find(library, "standin_add_image", &standin.add_image);
-  Find(library, "standin_create_context", &standin.create_context);
-  Find(library, "standin_destroy_context", &standin.destroy_context);
-  Find(library, "standin_create_stream", &standin.create_stream);
-  Find(library, "standin_set_context", &standin.set_context);
-  Find(library, "standin_fail", &standin.fail);
-  Find(library, "standin_live_modules", &standin.live_modules);
-  Find(library, "standin_live", &standin.live);
-  return standin;
-}
-
-// Tells the stand-in the images of a bundle's only program.
-void AddImages(const Standin& cuda, const char* path) {
-  namespace format = dynamo_moe::format;
-  std::ifstream file(path, std::ios::binary);
-  const std::string bundle{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  const void* program = nullptr;
-  std::size_t size = 0;
-  CHECK(dynamo_moe_bundle_program(bundle.data(), bundle.size(), 0, nullptr, nullptr, &program,
-                                  &size) == DYNAMO_MOE_OK);
-  const auto* const bytes = static_cast<const char*>(program);
-  format::ProgramHeader header;
-  std::memcpy(&header, bytes, sizeof(header));
-  const format::Table& kernels = header.tables[format::kKernels];
-  for (std::uint64_t i = 0; i < kernels.count; ++i) {
-    format::Kernel kernel;
-    std::memcpy(&kernel, bytes + kernels.offset + i * sizeof(kernel), sizeof(kernel));
-    cuda.add_image(bytes + header.tables[format::kImages].offset + kernel.image_offset,
-                   kernel.image_size);
-  }
-}
 
 // The inputs of a call, or of a node: any number of tokens is -1.
 class Inputs {
@@ -224,9 +152,7 @@ void CheckThreads(const Standin& cuda, const char* bundle, char** sources, bool 
   }
   ort_options_free(options);
   CHECK(ort_live() == 0);
-  for (const char* const kind : {"memory", "registrations", "pinned memory", "streams", "events"}) {
-    CHECK(cuda.live(kind) == 0);
-  }
+  CheckNothingIsLeft(cuda);
   CHECK(cuda.live_modules() == 0);
   cuda.set_context(nullptr);
   cuda.destroy_context(context);
@@ -267,8 +193,8 @@ int main(int count, char** arguments) {
   const Standin cuda = LoadStandin();
   cuda.reset();
   cuda.add_device(80, 232448);
-  AddImages(cuda, arguments[1]);
-  AddImages(cuda, arguments[2]);
+  AddImages(cuda, ProgramOf(Read(arguments[1])));
+  AddImages(cuda, ProgramOf(Read(arguments[2])));
   CheckThreads(cuda, arguments[1], nullptr, false);
   CheckFailures(cuda, arguments[1]);
   for (const bool shared : {false, true}) {
