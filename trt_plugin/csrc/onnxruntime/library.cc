@@ -1,7 +1,7 @@
 // What ONNX Runtime looks for in a library of operators.
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <list>
@@ -164,10 +164,10 @@ Status MakeOps(const Api& api, const std::string& kernels, Ops* ops) {
 // Whether the runtime has the entries for GPUs. Asked for a version that it lacks, 1.17 writes a
 // line to stderr.
 bool HasGpuEntries(const ApiBase& base) {
-  unsigned major = 0;
-  unsigned minor = 0;
-  return std::sscanf(base.get_version_string(), "%u.%u", &major, &minor) == 2 &&
-         (major > 1 || minor >= kGpuApiVersion) && base.get_api(kGpuApiVersion) != nullptr;
+  char* end = nullptr;
+  const unsigned long major = std::strtoul(base.get_version_string(), &end, 10);
+  const unsigned long minor = *end == '.' ? std::strtoul(end + 1, nullptr, 10) : 0;
+  return (major > 1 || minor >= kGpuApiVersion) && base.get_api(kGpuApiVersion) != nullptr;
 }
 
 // The path that the session's options give, or "".

@@ -14,9 +14,9 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
 template <typename Description>
-const PluginTensorDesc& Plain(const Description& description) {
+const PluginTensorDesc* Plain(const Description* description) {
   if constexpr (std::is_same_v<Description, DynamicPluginTensorDesc>) {
-    return description.desc;
+    return &description->desc;
   } else {
     return description;
   }
@@ -33,7 +33,7 @@ Status Gather(const Node& node, const Description* in, std::int32_t inputs, cons
   call->runtime = "TensorRT";
   call->inputs = inputs;
   for (std::int32_t i = 0; i <= last; ++i) {
-    const PluginTensorDesc& given = Plain(i < inputs ? in[i] : out[0]);
+    const PluginTensorDesc& given = *Plain(i < inputs ? in + i : out);
     if (given.dims.nbDims > Dims::MAX_DIMS) {
       return InvalidArgument("a tensor has ", given.dims.nbDims, " dimensions, at most ",
                              static_cast<int>(Dims::MAX_DIMS), " are permitted");
@@ -50,7 +50,7 @@ Status MakeWhole(const Node& node, const Description* in, std::int32_t inputs,
   DYNAMO_MOE_RETURN_IF_ERROR(Gather(node, in, inputs, out, inputs, call));
   for (std::int32_t i = 0; i <= inputs; ++i) {
     const format::Tensor tensor = call->tensor(i);
-    const TensorFormat given = Plain(i < inputs ? in[i] : out[0]).format;
+    const TensorFormat given = Plain(i < inputs ? in + i : out)->format;
     if (given != TensorFormat::kLINEAR && (i == inputs || call->Has(tensor))) {
       return InvalidArgument(NameOf(tensor), " must be in linear format, got format ",
                              static_cast<std::int32_t>(given));
