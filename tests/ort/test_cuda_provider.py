@@ -31,4 +31,5 @@ def test_its_sessions_run_the_operators() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"\n=+ 10 passed in", done.stdout), done.stdout[-2000:]
+    # None is skipped.
+    assert re.search(r"\n=+ \d+ passed in", done.stdout), done.stdout[-2000:]
