@@ -18,7 +18,7 @@ ONLY ?=
 # Without a network it gives up in a minute.
 APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
-CPP := $(CSRC) $(wildcard trt_plugin/csrc/*.h trt_plugin/csrc/*/*.h tests/native/*.cc tests/native/*/*.cc tests/native/tensorrt/*.h examples/*/*.h examples/*/*.cc)
+CPP := $(CSRC) $(wildcard trt_plugin/csrc/*.h trt_plugin/csrc/*/*.h tests/native/*.cc tests/native/*.h tests/native/*/*.cc tests/native/*/*.h examples/*/*.h examples/*/*.cc)
 LINTS := lint-types lint-types-of-tests lint-imports lint-cpp
 # How long `make fuzz` runs.
 SECONDS ?= 600

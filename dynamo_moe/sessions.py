@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _CPU = ("CPUExecutionProvider",)
+_CUDA = "CUDAExecutionProvider"
+# Read by the library when it is registered.
+_KERNELS = "dynamo_moe.kernels"
 
 
 def session(
@@ -23,31 +26,42 @@ def session(
     *,
     options: onnxruntime.SessionOptions | None = None,
     providers: Sequence[Any] = _CPU,
+    kernels: str | os.PathLike[str] | None = None,
 ) -> onnxruntime.InferenceSession:
     """Opens an exported file in ONNX Runtime, with the native library's operators for its layers.
 
     The operators compute MoE layers on the CPU, with plain and with packed weights; ONNX Runtime
-    takes them in place of the functions beside the nodes. Functions still compute layers in
-    float64. A file whose layers have several configurations, or some in float64, is changed in
-    memory so that each layer finds its operator.
+    takes them in place of the functions beside the nodes. With the CUDA provider ahead of the
+    CPU's, the operators launch kernels that were compiled for this file, and files of
+    :func:`dynamo_moe.offload_file` open too. Functions still compute layers in float64. A file
+    whose layers have several configurations, or some in float64, is changed in memory so that each
+    layer finds its operator.
 
     Args:
         path: The file, as :func:`dynamo_moe.export` writes it with the target ``plugin``. One with
             another target has no such nodes, and opens as in ONNX Runtime.
         options: Options of the session, to which the library is added. A set of options takes the
             library once.
-        providers: ONNX Runtime's execution providers. The operators are for the CPU alone.
+        providers: ONNX Runtime's execution providers, those that are preferred first. The operators
+            are for ``CPUExecutionProvider`` and, from ONNX Runtime 1.18 on,
+            ``CUDAExecutionProvider``.
+        kernels: The bundle of ``dynamo-moe compile``, for the CUDA provider. By default, it is the
+            one that the environment variable ``DYNAMO_MOE_KERNELS`` names, or else
+            ``dynamo_moe.moek`` beside the library; a node's attribute ``kernels`` comes first.
 
     Raises:
-        FileNotFoundError: If there is no such file, or the native library is missing.
+        FileNotFoundError: If there is no such file or bundle, or the native library is missing.
         ModuleNotFoundError: If ONNX Runtime is not installed.
-        ValueError: If the file is not an ONNX model.
+        ValueError: If the file is not an ONNX model, or if there are kernels without the provider.
     """
     import onnxruntime
 
     model = load_graph(path)
     rank_files.need_no_rank(path, model)
     options = onnxruntime.SessionOptions() if options is None else options
+    if kernels is not None:
+        _need_provider(providers)
+        options.add_session_config_entry(_KERNELS, str(Path(kernels).resolve(strict=True)))
     options.register_custom_ops_library(library())
     if not take_operators(model):
         return onnxruntime.InferenceSession(os.fspath(path), options, providers=list(providers))
@@ -56,3 +70,9 @@ def session(
     return onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=list(providers)
     )
+
+
+def _need_provider(providers: Sequence[Any]) -> None:
+    names = [each if isinstance(each, str) else each[0] for each in providers]
+    if _CUDA not in names:
+        raise ValueError(f"kernels are for the provider {_CUDA}, which is not among {names}")

@@ -33,6 +33,8 @@ SECONDS = "{seconds}"
 #: time for.
 TUNED, CANDIDATES = "qwen3,mixtral,gpt-oss,swin", 8
 
+_KERNEL_TESTS = ("tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py")
+_SESSION_TESTS = "tests/ort/test_gpu_sessions.py"
 # Cores that tests and compilations take; each process of the tests holds a context on the GPU.
 _MOST_WORKERS = 14
 # Seconds of a stage that measures besides its cells.
@@ -82,7 +84,8 @@ def stages_of(results: Path, build: Path, *, rehearsal: bool = False) -> list[St
     stages = [
         Stage("device", (device,), 30),
         Stage("library", _library(build, rehearsal=rehearsal), 90),
-        Stage("tests", (_tests(rehearsal=rehearsal),), 450),
+        Stage("tests", (_tests(*_KERNEL_TESTS, rehearsal=rehearsal),), 450),
+        Stage("sessions", (_tests(_SESSION_TESTS, rehearsal=rehearsal),), 150),
         Stage("baseline", (speed("baseline"),), 260),
         Stage("tune", (tune,), 300),
         Stage("tuned", (make, ("cp", "-r", str(tables), str(package)), speed("tuned")), 260),
@@ -103,13 +106,14 @@ def _library(build: Path, *, rehearsal: bool) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _tests(*, rehearsal: bool) -> tuple[str, ...]:
+def _tests(*files: str, rehearsal: bool) -> tuple[str, ...]:
     # Outcomes are in the log as they come, also if the rest is killed.
     pytest = (sys.executable, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "-v")
     if rehearsal:
-        return (*pytest, "-p", "gpu_rehearsal", "tests/ops/test_gpu.py")
+        # Those of the launcher need the driver.
+        return (*pytest, "-p", "gpu_rehearsal", files[0])
     parallel = ("-n", _workers()) if find_spec("xdist") else ()
-    return (*pytest, *parallel, "tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py")
+    return (*pytest, *parallel, *files)
 
 
 def _workers() -> str:

@@ -115,7 +115,7 @@ class OffloadReport:
     """The outcome of :func:`offload_file`; rich prints it as a table.
 
     Attributes:
-        path: The ONNX file that was written, for TensorRT alone.
+        path: The ONNX file that was written.
         weights_file: The safetensors file that weights were copied into; None if every weight was
             in one.
         is_weights_file_new: Whether it was written; otherwise there was one of the same content.
@@ -177,7 +177,8 @@ def offload_file(
 ) -> OffloadReport:
     """Rewrites a file of target ``plugin`` for an engine that holds a part of the experts.
 
-    The file stays as it is, for ONNX Runtime. The copy is for TensorRT alone; it refers to the same
+    The file stays as it is, for ONNX Runtime. The copy is for TensorRT, and for ONNX Runtime's CUDA
+    provider with the native library's operators; it refers to the same
     files for all other weights. Experts' weights that lie in a safetensors file, as
     ``link_weights`` leaves them, stay there; all others are copied into one such file.
 

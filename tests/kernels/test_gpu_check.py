@@ -119,7 +119,8 @@ def test_an_unknown_stage_is_refused():
     command = [sys.executable, "-m", "benchmarks.gpu.check", "--only", "tests,sleep"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 2
-    assert "stages are device, library, tests, baseline, tune, tuned; got sleep" in found.stderr
+    names = "device, library, tests, sessions, baseline, tune, tuned"
+    assert f"stages are {names}; got sleep" in found.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run it instead")
@@ -131,7 +132,7 @@ def test_an_unknown_stage_is_refused():
 def test_a_rehearsal(tmp_path):
     """Neither the library, which `make package-test` builds, nor the baseline, as `tuned`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    stages = ["device", "tests", "tune", "tuned"]
+    stages = ["device", "tests", "sessions", "tune", "tuned"]
     command = [
         sys.executable,
         "-m",
@@ -149,6 +150,7 @@ def test_a_rehearsal(tmp_path):
     summary = (results / "summary.txt").read_text()
     assert re.findall(r"^(\w+) .*  ok$", summary, re.MULTILINE) == stages
     assert re.search(r"\n=+ [3-9]\d passed, \d+ deselected", (results / "tests.log").read_text())
+    assert " 3 passed, " in (results / "sessions.log").read_text()
     cells = json.loads((results / "tuned.json").read_text())["cells"]
     (cell,) = [cell for cell in cells if cell["routing"] == "uniform"]
     assert set(cell["cold us"]) == {"ours", "grouped_mm", "fused_moe"}

@@ -227,7 +227,7 @@ def test_the_shape_of_the_result_is_known() -> None:
     ("change", "message"),
     [
         ({"num_experts": 0}, "attribute num_experts must be in 1..2147483647, got 0"),
-        ({"top_k": 7}, "attribute top_k must be in 1..6, got 7"),
+        ({"top_k": 7}, "attribute top_k must be at most num_experts, 6, got 7"),
         ({"activation": "swish"}, "attribute activation must be one of gelu, .*; got 'swish'"),
         ({"gated": 2}, "attribute gated must be in 0..1, got 2"),
         ({"interleaved": 1}, "attribute interleaved needs attribute gated"),

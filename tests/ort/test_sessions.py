@@ -130,3 +130,34 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("no model")
     with pytest.raises(ValueError, match=r"text\.onnx"):
         dynamo_moe.session(tmp_path / "text.onnx")
+
+
+def test_kernels_where_there_is_no_provider_for_them(tmp_path: Path) -> None:
+    """The CPU's operators compute then, as ONNX Runtime leaves out what it lacks."""
+    model = Model(width=16, hidden=24)
+    path, kernels = tmp_path / "model.onnx", tmp_path / "model.moek"
+    kernels.write_bytes(b"not read")
+    dynamo_moe.export(model.eval(), torch.randn(4, 16), path, input_names=["x"])
+    options = profiled(tmp_path)
+    with pytest.warns(UserWarning, match="CUDAExecutionProvider"):
+        session = dynamo_moe.session(
+            path,
+            options=options,
+            providers=[("CUDAExecutionProvider", {"device_id": 0}), "CPUExecutionProvider"],
+            kernels=kernels,
+        )
+    assert options.get_session_config_entry("dynamo_moe.kernels") == str(kernels)
+    x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
+    assert "DroplessMoE" in nodes_of(session, path, x)
+
+
+def test_kernels_that_no_provider_takes(tmp_path: Path) -> None:
+    model = Model(width=16, hidden=24)
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model.eval(), torch.randn(4, 16), path)
+    with pytest.raises(ValueError, match=r"CUDAExecutionProvider, which is not among \['CPUEx"):
+        dynamo_moe.session(path, kernels=tmp_path / "model.moek")
+    with pytest.raises(FileNotFoundError, match=r"model\.moek"):
+        dynamo_moe.session(
+            path, providers=["CUDAExecutionProvider"], kernels=tmp_path / "model.moek"
+        )

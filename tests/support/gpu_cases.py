@@ -24,6 +24,8 @@ from moe_cases import Case, assert_matches, make_case
 from tie_margins import TIE, choice_margins
 
 DEVICE = "cuda"
+#: Of ONNX Runtime's sessions.
+PROVIDER = "CUDAExecutionProvider"
 #: NaN in every float dtype, and -1 ("no expert") in every integer dtype.
 POISON = 0xFF
 

@@ -26,6 +26,7 @@ def pytest_configure() -> None:
     from custom_ops.kernels.architectures import architecture
 
     gpu_cases.DEVICE = "cpu"
+    gpu_cases.PROVIDER = "CPUExecutionProvider"
     gpu_cases.architecture = lambda: architecture("sm_90")
     make = gpu_cases.gpu_case
     gpu_cases.gpu_case = lambda op, tokens, **sizes: make(op, min(tokens, _MOST_TOKENS), **sizes)

@@ -335,7 +335,7 @@ def _compiled(source: Path, flags: list[str], compiler: str) -> Path:
 
 def _digest(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> str:
     headers = sorted(
-        [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *(ROOT / "tests" / "native").glob("*.h")]
+        [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *(ROOT / "tests" / "native").rglob("*.h")]
     )
     digest = hashlib.sha256(repr((compiler, tuple(flags))).encode())
     for file in [*sources, *headers]:

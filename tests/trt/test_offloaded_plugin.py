@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from custom_ops.kernels.plan import plan
-from interpreted_gpu import uncompiled_program
-from kernel_runs import in_out, layer_of, run_kernels
-from moe_cases import make_case
+from kernel_runs import in_out, run_kernels
+from offloaded_layers import EXPERTS, VERSION, Offloaded, small_case
 from plugin_host import (
     NAMES,
     RUNTIME,
@@ -22,95 +20,23 @@ from plugin_host import (
     Field,
     attributes_of,
     describe,
-    filled,
     host,
-    inputs_of,
 )
 from plugin_layers import checked_host
 from standin import OUT_OF_MEMORY, RESOURCES
 from standin_gpu import StandinGpu
-from trt_plugin.bundle import Bundle
 from trt_plugin.plugin import sharing_kernels
-from weights_files import save_experts
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
-VERSION = "2"
 NOTHING = dict.fromkeys(RESOURCES, 0)
-EXPERTS = 6
 
 
 @pytest.fixture(params=VERSIONS)
 def tensorrt(request):
     with checked_host(request.param) as tensorrt:
         yield tensorrt
-
-
-def small_case(op: str = "experts", tokens: int = 5, seed: int = 0, **options):
-    sizes = {"width": 16, "hidden": 24, "experts": EXPERTS}
-    return filled(make_case(op, (tokens,), seed=seed, **sizes | options))
-
-
-class Offloaded:
-    """A case's layer with its experts in a file, and a bundle of its kernels."""
-
-    def __init__(
-        self, driver, folder: Path, case, resident: int = 2, multiple: int = 16, **attributes
-    ) -> None:
-        self.case = case
-        self.gpu = StandinGpu(driver)
-        self.file = folder / "model.safetensors"
-        self.sources = save_experts(self.file, case, multiple=multiple)
-        layer = replace(layer_of(case), resident_experts=resident)
-        planned = plan(layer, self.gpu.architecture)
-        program = uncompiled_program(planned)
-        self.gpu.interpreted.register(planned, program)
-        for kernel in program.kernels:
-            driver.add_image(kernel.image)
-        bundle = folder / "model.moek"
-        bundle.write_bytes(Bundle((program,)).data)
-        self.attributes = attributes_of(case) | {
-            "kernels": str(bundle),
-            "resident_experts": resident,
-            "w1_source": self.sources[0],
-            "w2_source": self.sources[1],
-            **attributes,
-        }
-
-    def inputs(self, case=None) -> list[torch.Tensor]:
-        """The node's inputs: placeholders stand for the weights."""
-        case = case or self.case
-        weights = {id(case.arguments[name]) for name in ("w1", "w2")}
-        return [
-            torch.zeros(1, dtype=each.dtype) if id(each) in weights else each
-            for each in inputs_of(case)
-        ]
-
-    def engine_fields(self, tensorrt):
-        """What an engine stores for the layer, and the workspace's size."""
-        plugin = tensorrt.create(
-            NAMES[self.case.op], self.attributes, layer="layer", version=VERSION
-        )
-        assert plugin is not None, tensorrt.messages()
-        described = [describe(each) for each in self.inputs()]
-        output = described[0]
-        assert plugin.supports_all(described, output)
-        assert plugin.configure(described, output) == 0, tensorrt.messages()
-        size = plugin.workspace(described, output)
-        fields = {
-            name: replace(field, data=bytes(field.data))
-            for name, field in plugin.serialize().items()
-        }
-        plugin.destroy()
-        return fields, size
-
-    def engine(self, tensorrt):
-        """The layer in an engine, and the workspace's size."""
-        fields, size = self.engine_fields(tensorrt)
-        plugin = tensorrt.create(NAMES[self.case.op], fields, RUNTIME, "layer", VERSION)
-        assert plugin is not None, tensorrt.messages()
-        return plugin, size
 
 
 def summary(tensorrt, name: str = "experts", resident: int = 2, whose: str = "for each context"):

@@ -83,6 +83,9 @@ void CheckEntries() {
   Same("type of " #name, Signature<decltype(ours::Api::name)>::Text(),    \
        Signature<decltype(OrtApi::name)>::Text());
   DYNAMO_MOE_ORT_ENTRIES(SAME_ENTRY)
+#if ORT_API_VERSION >= 18
+  DYNAMO_MOE_ORT_GPU_ENTRIES(SAME_ENTRY)
+#endif
 }
 
 void CheckRecords() {
@@ -144,6 +147,8 @@ void CheckValues() {
   SAME_VALUE(kOptional, INPUT_OUTPUT_OPTIONAL);
   SAME_VALUE(kArenaAllocator, OrtArenaAllocator);
   SAME_VALUE(kDefaultMemory, OrtMemTypeDefault);
+  SAME_VALUE(kInfoLog, ORT_LOGGING_LEVEL_INFO);
+  SAME_VALUE(kWarningLog, ORT_LOGGING_LEVEL_WARNING);
 }
 
 }  // namespace

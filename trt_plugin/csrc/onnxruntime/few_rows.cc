@@ -1,5 +1,7 @@
 #include "onnxruntime/few_rows.h"
 
+#include "onnxruntime/clones.h"
+
 namespace dynamo_moe::onnxruntime {
 namespace {
 
@@ -36,12 +38,9 @@ template <std::int64_t Count>
 
 }  // namespace
 
-// The compiler makes a copy for wider vectors, and the loader takes the one for its CPU.
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
-[[gnu::target_clones("default", "arch=x86-64-v3")]]
-#endif
-void MultiplyFewRows(const float* weight, std::int64_t out, std::int64_t in, const float* bias,
-                     const float* rows, std::int64_t count, float* result) {
+DYNAMO_MOE_CLONES void MultiplyFewRows(const float* weight, std::int64_t out, std::int64_t in,
+                                       const float* bias, const float* rows, std::int64_t count,
+                                       float* result) {
   switch (count) {
     case 1:
       Multiply<1>(weight, out, in, bias, rows, result);

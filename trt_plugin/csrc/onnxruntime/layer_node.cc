@@ -2,38 +2,20 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <functional>
 #include <iterator>
 #include <limits>
 #include <numeric>
 #include <string>
 
+#include "node/attributes.h"
+#include "onnxruntime/node_info.h"
 #include "onnxruntime/runtime.h"
 
 namespace dynamo_moe::onnxruntime {
 namespace {
 
 constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
-
-std::uint32_t DtypeCode(ElementType type) {
-  switch (type) {
-    case kFloatElements:
-      return format::kFloat32;
-    case kFloat16Elements:
-      return format::kFloat16;
-    case kBfloat16Elements:
-      return format::kBfloat16;
-    case kInt8Elements:
-      return format::kI8;
-    case kInt32Elements:
-      return format::kI32;
-    case kInt64Elements:
-      return format::kI64;
-    default:
-      return format::kNone;
-  }
-}
 
 std::string ShapeText(const std::vector<std::int64_t>& sizes) {
   std::string text = "[";
@@ -56,94 +38,16 @@ std::string DtypeNames(std::uint32_t dtypes) {
   return names;
 }
 
-// Reads a node's attributes.
-class Attributes {
- public:
-  Attributes(const Api& api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+// A layer of any size: the runtime's products have no limits. Twice a size still fits.
+constexpr SizeLimits kLimits = {kMaxSize, kMaxSize, kMaxSize / 2, 1};
 
-  Status Integer(const char* name, std::int64_t least, std::int64_t most,
-                 std::uint32_t* value) const {
-    std::int64_t given = 0;
-    if (!Find(name, &given)) {
-      return InvalidArgument("attribute ", name, " is missing");
-    }
-    if (given < least || given > most) {
-      return InvalidArgument("attribute ", name, " must be in ", least, "..", most, ", got ",
-                             given);
-    }
-    *value = static_cast<std::uint32_t>(given);
-    return {};
-  }
-
-  // Keeps the value where there is no such attribute.
-  Status OptionalInteger(const char* name, std::int64_t least, std::int64_t most,
-                         std::uint32_t* value) const {
-    std::int64_t given = 0;
-    return Find(name, &given) ? Integer(name, least, most, value) : Status();
-  }
-
-  // Whether there is such an attribute.
-  Status Name(const char* name, bool* found, std::string* text) const {
-    std::size_t size = 0;
-    *found = Take(api_, api_.KernelInfoGetAttribute_string(info_, name, nullptr, &size)).ok();
-    if (!*found) {
-      return {};
-    }
-    text->assign(size, '\0');
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        Take(api_, api_.KernelInfoGetAttribute_string(info_, name, text->data(), &size)));
-    text->resize(std::strlen(text->c_str()));
-    return {};
-  }
-
-  // Sets an option to the attribute, or to its default.
-  Status Option(const format::Option& option, dynamo_moe_layer* layer) const {
-    if (option.type == format::Option::kFloat) {
-      float number = option.initial;
-      const Status found =
-          Take(api_, api_.KernelInfoGetAttribute_float(info_, option.attribute, &number));
-      number = found.ok() ? number : option.initial;
-      SetNumber(option, number, layer);
-      return CheckNumber(option, number);
-    }
-    auto code = static_cast<std::uint32_t>(option.initial);
-    if (option.type == format::Option::kName) {
-      bool found = false;
-      std::string text;
-      DYNAMO_MOE_RETURN_IF_ERROR(Name(option.attribute, &found, &text));
-      if (found) {
-        DYNAMO_MOE_RETURN_IF_ERROR(ReadName(option, text, &code));
-      }
-    } else {
-      const bool flag = option.type == format::Option::kBool;
-      const auto least = static_cast<std::int64_t>(option.least);
-      DYNAMO_MOE_RETURN_IF_ERROR(
-          OptionalInteger(option.attribute, least, flag ? 1 : kMaxSize, &code));
-    }
-    SetCode(option, code, layer);
-    return {};
-  }
-
- private:
-  bool Find(const char* name, std::int64_t* value) const {
-    return Take(api_, api_.KernelInfoGetAttribute_int64(info_, name, value)).ok();
-  }
-
-  const Api& api_;
-  const OrtKernelInfo* info_;
-};
-
-// How packed weights are stored.
-Status ReadStorage(const Attributes& attributes, dynamo_moe_layer* layer) {
-  bool found = false;
-  std::string given;
-  DYNAMO_MOE_RETURN_IF_ERROR(attributes.Name(kWeightFormat, &found, &given));
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadPackedFormat(given, &layer->weight_format));
-  DYNAMO_MOE_RETURN_IF_ERROR(attributes.Integer(kBlockSize, 0, kMaxSize, &layer->block_columns));
-  layer->block_rows = 1;
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      attributes.OptionalInteger(kBlockRows, 0, kMaxSize, &layer->block_rows));
+Status ReadLayerAttributes(const NodeAttributes& attributes, const Node& node,
+                           dynamo_moe_layer* layer) {
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(attributes, node, kLimits, layer));
   const format::WeightFormat& weights = FormatOf(*layer);
+  if (!node.packed) {
+    return {};
+  }
   if (weights.has_zero_points) {
     layer->zero_points = format::kOneForEachScale;  // Or for each expert: shapes tell.
   }
@@ -157,27 +61,6 @@ Status ReadStorage(const Attributes& attributes, dynamo_moe_layer* layer) {
   return {};
 }
 
-Status ReadAttributes(const Attributes& attributes, const Node& node, dynamo_moe_layer* layer) {
-  layer->op = node.op;
-  // Twice a size still fits.
-  DYNAMO_MOE_RETURN_IF_ERROR(attributes.Integer("num_experts", 1, kMaxSize, &layer->experts));
-  DYNAMO_MOE_RETURN_IF_ERROR(attributes.Integer("in_features", 1, kMaxSize, &layer->width));
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      attributes.Integer("hidden_features", 1, kMaxSize / 2, &layer->hidden));
-  const bool router = node.op == format::kDropless;
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      attributes.Integer("top_k", 1, router ? layer->experts : kMaxSize, &layer->top_k));
-  if (node.packed) {
-    DYNAMO_MOE_RETURN_IF_ERROR(ReadStorage(attributes, layer));
-  }
-  for (const format::Option& option : format::kOptions) {
-    if (HasOption(node, option)) {
-      DYNAMO_MOE_RETURN_IF_ERROR(attributes.Option(option, layer));
-    }
-  }
-  return CompleteOptions(layer);
-}
-
 Status CheckDtype(const dynamo_moe_layer& layer, format::Tensor tensor, ElementType type) {
   const std::uint32_t allowed = DtypesOf(layer, tensor);
   return ((allowed >> DtypeCode(type)) & 1) != 0
@@ -189,23 +72,14 @@ Status CheckDtype(const dynamo_moe_layer& layer, format::Tensor tensor, ElementT
 
 Status ReadDtype(const Api& api, const OrtKernelInfo* info, std::size_t index,
                  format::Tensor tensor, LayerNode* layer) {
-  OrtTypeInfo* made = nullptr;
-  const Status found = Take(api, api.KernelInfo_GetInputTypeInfo(info, index, &made));
-  const Owned<OrtTypeInfo> type_info(made, {api.ReleaseTypeInfo});
-  if (!found.ok() || made == nullptr) {
-    if (IsOptional(tensor)) {
-      return {};  // It has an empty name.
-    }
-    return found.ok() ? InvalidArgument(NameOf(tensor), " has no type") : found;
+  bool found = false;
+  TensorType type;
+  DYNAMO_MOE_RETURN_IF_ERROR(TypeOfInput(api, info, index, &found, &type));
+  if (!found) {
+    return IsOptional(tensor) ? Status() : InvalidArgument(NameOf(tensor), " has no type");
   }
-  const OrtTensorTypeAndShapeInfo* shaped = nullptr;
-  ElementType type = kUndefined;
-  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CastTypeInfoToTensorInfo(made, &shaped)));
-  if (shaped != nullptr) {
-    DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetTensorElementType(shaped, &type)));
-  }
-  DYNAMO_MOE_RETURN_IF_ERROR(CheckDtype(layer->layer, tensor, type));
-  layer->dtypes[tensor] = DtypeCode(type);
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckDtype(layer->layer, tensor, type.type));
+  layer->dtypes[tensor] = DtypeCode(type.type);
   return {};
 }
 
@@ -248,22 +122,6 @@ Status ReadDtypes(const Api& api, const OrtKernelInfo* info, LayerNode* layer) {
   return CheckSame(*layer, format::kX, {format::kB1, format::kB2});
 }
 
-struct Description {
-  ElementType type = kUndefined;
-  std::vector<std::int64_t> sizes;
-};
-
-Status Describe(const Api& api, const OrtValue* value, Description* description) {
-  OrtTensorTypeAndShapeInfo* made = nullptr;
-  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetTensorTypeAndShape(value, &made)));
-  const Owned<OrtTensorTypeAndShapeInfo> info(made, {api.ReleaseTensorTypeAndShapeInfo});
-  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetTensorElementType(made, &description->type)));
-  std::size_t rank = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetDimensionsCount(made, &rank)));
-  description->sizes.resize(rank);
-  return Take(api, api.GetDimensions(made, description->sizes.data(), rank));
-}
-
 Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
                   const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& x) {
   const Shape shape = ShapeOf(layer, tensor);
@@ -282,7 +140,7 @@ Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
                                 ShapeText(sizes));
 }
 
-Status CheckTensor(const LayerNode& layer, format::Tensor tensor, const Description& description,
+Status CheckTensor(const LayerNode& layer, format::Tensor tensor, const TensorType& description,
                    Tensors* tensors) {
   if (DtypeCode(description.type) != layer.dtypes[tensor]) {
     return InvalidArgument(NameOf(tensor), " must be ", DtypeName(layer.dtypes[tensor]),
@@ -307,7 +165,7 @@ Status CheckTensor(const LayerNode& layer, format::Tensor tensor, const Descript
 
 Status ReadLayer(const Api& api, const OrtKernelInfo* info, const Node& node, LayerNode* layer) {
   layer->node = node;
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(Attributes(api, info), node, &layer->layer));
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadLayerAttributes(KernelAttributes(api, info), node, &layer->layer));
   return ReadDtypes(api, info, layer);
 }
 
@@ -324,8 +182,8 @@ Status ReadTensors(const Api& api, const OrtKernelContext* context, const LayerN
     if (value == nullptr) {
       return InvalidArgument(NameOf(tensor), " is missing");
     }
-    Description description;
-    DYNAMO_MOE_RETURN_IF_ERROR(Describe(api, value, &description));
+    TensorType description;
+    DYNAMO_MOE_RETURN_IF_ERROR(TypeOf(api, value, &description));
     if (tensor == format::kX) {
       tensors->sizes = description.sizes;
     }

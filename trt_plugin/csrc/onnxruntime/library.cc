@@ -1,6 +1,7 @@
 // What ONNX Runtime looks for in a library of operators.
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <list>
@@ -8,11 +9,16 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "bundle/format.h"
 #include "dynamo_moe.h"
 #include "node/node.h"
+#include "onnxruntime/cuda_kernel.h"
 #include "onnxruntime/kernel.h"
+#include "onnxruntime/node_info.h"
 #include "onnxruntime/ort_abi.h"
 #include "onnxruntime/runtime.h"
 
@@ -20,43 +26,41 @@ namespace dynamo_moe::onnxruntime {
 namespace {
 
 constexpr const char* kDomain = "moe";
-constexpr const char* kProvider = "CPUExecutionProvider";
+// Of nodes whose weights lie in files.
+constexpr const char* kOffloadedDomain = "moe.offloaded";
 constexpr Node kNodes[] = {{format::kDropless, false},
                            {format::kExpertsOnly, false},
                            {format::kDropless, true},
                            {format::kExpertsOnly, true}};
 
-// A node's operator, for tokens of one dtype: old versions of the runtime do not find out the dtype
-// of a result otherwise. The runtime passes it to each of its functions.
+// A node's operator on one provider, for tokens of one dtype: old versions of the runtime do not
+// find out the dtype of a result otherwise. The runtime passes it to each of its functions.
 struct LayerOp : CustomOp {
   Api api;
-  Node node;
+  CudaNode node;
+  const char* provider;
   ElementType tokens;
 };
 
 const LayerOp& Self(const CustomOp* op) { return *static_cast<const LayerOp*>(op); }
 
-const Node& NodeOf(const CustomOp* op) { return Self(op).node; }
+const Node& NodeOf(const CustomOp* op) { return Self(op).node.node; }
 
-std::string NodeName(const Api& api, const OrtKernelInfo* info) {
-  std::size_t size = 0;
-  std::string name;
-  if (Take(api, api.KernelInfo_GetNodeName(info, nullptr, &size)).ok() && size > 0) {
-    name.resize(size);
-    if (!Take(api, api.KernelInfo_GetNodeName(info, name.data(), &size)).ok()) {
-      name.clear();
-    }
-  }
-  name.resize(std::strlen(name.c_str()));
-  return Printable(name);
+Status Create(const LayerOp& op, const OrtKernelInfo* info, std::unique_ptr<Kernel>* kernel) {
+  return Kernel::Create(op.api, op.node.node, info, kernel);
 }
 
+Status Create(const LayerOp& op, const OrtKernelInfo* info, std::unique_ptr<CudaKernel>* kernel) {
+  return CudaKernel::Create(op.api, op.node, info, kernel);
+}
+
+template <typename KernelType>
 OrtStatus* CreateKernel(const CustomOp* self, const OrtApi* /*api*/, const OrtKernelInfo* info,
                         void** kernel) {
   const LayerOp& op = Self(self);
-  std::unique_ptr<Kernel> made;
+  std::unique_ptr<KernelType> made;
   const Status status = Caught([&]() -> Status {
-    const Status created = Kernel::Create(op.api, op.node, info, &made);
+    const Status created = Create(op, info, &made);
     return created.ok()
                ? created
                : Status(created.code(), Text(NameOf(NodeOf(self)), " '", NodeName(op.api, info),
@@ -67,8 +71,9 @@ OrtStatus* CreateKernel(const CustomOp* self, const OrtApi* /*api*/, const OrtKe
 }
 
 // NOLINTBEGIN(misc-const-correctness): the types are the interface's.
+template <typename KernelType>
 OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
-  const Kernel& computed = *static_cast<const Kernel*>(kernel);
+  auto& computed = *static_cast<KernelType*>(kernel);
   return Give(computed.api(), Caught([&] { return computed.Compute(context); }));
 }
 
@@ -82,20 +87,24 @@ OrtStatus* InferShape(const CustomOp* self, OrtShapeInferContext* context) {
 }
 // NOLINTEND(misc-const-correctness)
 
-void MakeOp(const Api& api, const Node& node, ElementType tokens, LayerOp* op) {
+// On the provider of a type of kernels.
+template <typename KernelType>
+void MakeOp(const Api& api, const CudaNode& node, ElementType tokens, LayerOp* op) {
   op->api = api;
   op->node = node;
   op->tokens = tokens;
+  op->provider =
+      std::is_same_v<KernelType, CudaKernel> ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   op->version = kApiVersion;
   op->get_name = [](const CustomOp* self) { return NameOf(NodeOf(self)); };
-  op->get_provider = [](const CustomOp*) { return kProvider; };
+  op->get_provider = [](const CustomOp* self) { return Self(self).provider; };
   op->get_input_type = [](const CustomOp* self, std::size_t index) {
     return index == 0 ? Self(self).tokens : kUndefined;
   };
   op->get_input_count = [](const CustomOp* self) { return InputsOf(NodeOf(self)).size(); };
   op->get_output_type = [](const CustomOp* self, std::size_t) { return Self(self).tokens; };
   op->get_output_count = [](const CustomOp*) -> std::size_t { return 1; };
-  op->destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op->destroy_kernel = [](void* kernel) { delete static_cast<KernelType*>(kernel); };
   op->get_input_characteristic = [](const CustomOp* self, std::size_t index) {
     return index < RequiredInputs(NodeOf(self)) ? kRequired : kOptional;
   };
@@ -106,43 +115,94 @@ void MakeOp(const Api& api, const Node& node, ElementType tokens, LayerOp* op) {
   op->get_variadic_input_homogeneity = none;
   op->get_variadic_output_least = none;
   op->get_variadic_output_homogeneity = none;
-  op->create_kernel_v2 = CreateKernel;
-  op->compute_v2 = Compute;
+  op->create_kernel_v2 = CreateKernel<KernelType>;
+  op->compute_v2 = Compute<KernelType>;
   op->infer_shape = InferShape;
   op->get_start_version = [](const CustomOp*) { return std::int32_t{1}; };
   op->get_end_version = [](const CustomOp*) { return std::numeric_limits<std::int32_t>::max(); };
 }
 
-// The operators of one copy of the runtime. They stay: sessions use them until the process ends.
+// The operators of one copy of the runtime and one bundle. They stay: sessions use them until the
+// process ends.
 struct Ops {
   std::list<LayerOp> all;
-  OrtCustomOpDomain* domain = nullptr;
+  std::vector<OrtCustomOpDomain*> domains;
 };
 
-Status MakeOps(const Api& api, Ops* ops) {
+template <typename KernelType>
+Status AddOps(const Api& api, const CudaNode& node, OrtCustomOpDomain* domain, Ops* ops) {
+  // Kernels refuse float64, with a message of their own.
+  for (const ElementType tokens :
+       {kFloatElements, kFloat16Elements, kBfloat16Elements, kDoubleElements}) {
+    MakeOp<KernelType>(api, node, tokens, &ops->all.emplace_back());
+    DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CustomOpDomain_Add(domain, &ops->all.back())));
+  }
+  return {};
+}
+
+Status MakeOps(const Api& api, const std::string& kernels, Ops* ops) {
   OrtCustomOpDomain* domain = nullptr;
   DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CreateCustomOpDomain(kDomain, &domain)));
+  ops->domains.push_back(domain);
   for (const Node& node : kNodes) {
-    // Kernels refuse float64, with a message of their own.
-    for (const ElementType tokens :
-         {kFloatElements, kFloat16Elements, kBfloat16Elements, kDoubleElements}) {
-      MakeOp(api, node, tokens, &ops->all.emplace_back());
-      DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CustomOpDomain_Add(domain, &ops->all.back())));
+    DYNAMO_MOE_RETURN_IF_ERROR(AddOps<Kernel>(api, {node, false, kernels}, domain, ops));
+    if (api.HasGpuEntries()) {
+      DYNAMO_MOE_RETURN_IF_ERROR(AddOps<CudaKernel>(api, {node, false, kernels}, domain, ops));
     }
   }
-  ops->domain = domain;
+  if (!api.HasGpuEntries()) {
+    return {};
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.CreateCustomOpDomain(kOffloadedDomain, &domain)));
+  ops->domains.push_back(domain);
+  for (const Node& node : kNodes) {
+    DYNAMO_MOE_RETURN_IF_ERROR(AddOps<CudaKernel>(api, {node, true, kernels}, domain, ops));
+  }
+  return {};
+}
+
+// Whether the runtime has the entries for GPUs. Asked for a version that it lacks, 1.17 writes a
+// line to stderr.
+bool HasGpuEntries(const ApiBase& base) {
+  char* end = nullptr;
+  const unsigned long major = std::strtoul(base.get_version_string(), &end, 10);
+  const unsigned long minor = *end == '.' ? std::strtoul(end + 1, nullptr, 10) : 0;
+  return (major > 1 || minor >= kGpuApiVersion) && base.get_api(kGpuApiVersion) != nullptr;
+}
+
+// The path that the session's options give, or "".
+Status ReadKernelsEntry(const Api& api, const OrtSessionOptions* options, std::string* path) {
+  int found = 0;
+  std::size_t size = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.HasSessionConfigEntry(options, kKernelsEntry, &found)));
+  if (found == 0) {
+    return {};
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      Take(api, api.GetSessionConfigEntry(options, kKernelsEntry, nullptr, &size)));
+  path->assign(size, '\0');
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      Take(api, api.GetSessionConfigEntry(options, kKernelsEntry, path->data(), &size)));
+  path->resize(std::strlen(path->c_str()));
   return {};
 }
 
 Status Register(const Api& api, const OrtApi* runtime, OrtSessionOptions* options) {
   static std::mutex mutex;
-  static auto* const all = new std::map<const OrtApi*, Ops>;
+  static auto* const all = new std::map<std::pair<const OrtApi*, std::string>, Ops>;
+  std::string kernels;
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadKernelsEntry(api, options, &kernels));
   const std::scoped_lock lock(mutex);
-  Ops& ops = (*all)[runtime];
-  if (ops.domain == nullptr) {
-    DYNAMO_MOE_RETURN_IF_ERROR(MakeOps(api, &ops));
+  Ops& ops = (*all)[{runtime, kernels}];
+  if (ops.domains.empty()) {
+    Ops made;
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeOps(api, kernels, &made));
+    ops = std::move(made);
   }
-  return Take(api, api.AddCustomOpDomain(options, ops.domain));
+  for (OrtCustomOpDomain* const domain : ops.domains) {
+    DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.AddCustomOpDomain(options, domain)));
+  }
+  return {};
 }
 
 }  // namespace
@@ -160,6 +220,6 @@ extern "C" DYNAMO_MOE_API OrtStatus* RegisterCustomOps(
                          " or later, got ", base->get_version_string());
     return first == nullptr ? nullptr : (*first)(ort::kFail, text.c_str());
   }
-  const ort::Api api(runtime);
+  const ort::Api api(runtime, ort::HasGpuEntries(*base));
   return ort::Give(api, ort::Caught([&] { return ort::Register(api, runtime, options); }));
 }

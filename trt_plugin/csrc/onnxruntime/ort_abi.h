@@ -13,6 +13,7 @@ struct OrtApi;
 struct OrtCustomOpDomain;
 struct OrtKernelContext;
 struct OrtKernelInfo;
+struct OrtLogger;
 struct OrtMemoryInfo;
 struct OrtOp;
 struct OrtOpAttr;
@@ -25,8 +26,9 @@ struct OrtValue;
 
 namespace dynamo_moe::onnxruntime {
 
-// The oldest runtime that has all entries: 1.17.
+// The oldest runtime that has the entries, 1.17, and the oldest that has those for GPUs, 1.18.
 inline constexpr std::uint32_t kApiVersion = 17;
+inline constexpr std::uint32_t kGpuApiVersion = 18;
 
 struct ApiBase {
   const OrtApi* (*get_api)(std::uint32_t version);  // Null for a version that is not known yet.
@@ -56,6 +58,7 @@ enum AttributeType : std::int32_t { kIntAttribute = 1, kFloatAttribute = 3 };
 enum Characteristic : std::int32_t { kRequired = 0, kOptional = 1 };
 enum AllocatorType : std::int32_t { kArenaAllocator = 1 };
 enum MemoryType : std::int32_t { kDefaultMemory = 0 };
+enum LogLevel : std::int32_t { kInfoLog = 1, kWarningLog = 2 };
 
 using Task = void (*)(void* data, std::size_t index);
 
@@ -103,6 +106,8 @@ using Task = void (*)(void* data, std::size_t index);
   ENTRY(ReleaseTypeInfo, 98, void(OrtTypeInfo * info))                                             \
   ENTRY(ReleaseTensorTypeAndShapeInfo, 99, void(OrtTensorTypeAndShapeInfo * info))                 \
   ENTRY(ReleaseAllocator, 132, void(Allocator * allocator))                                        \
+  ENTRY(KernelContext_GetGPUComputeStream, 193,                                                    \
+        OrtStatus*(const OrtKernelContext* context, void** stream))                                \
   ENTRY(CreateOpAttr, 211,                                                                         \
         OrtStatus*(const char* name, const void* data, std::int32_t length, AttributeType type,    \
                    OrtOpAttr** attribute))                                                         \
@@ -121,8 +126,21 @@ using Task = void (*)(void* data, std::size_t index);
   ENTRY(KernelInfo_GetInputCount, 230, OrtStatus*(const OrtKernelInfo* info, std::size_t* count))  \
   ENTRY(KernelInfo_GetInputTypeInfo, 234,                                                          \
         OrtStatus*(const OrtKernelInfo* info, std::size_t index, OrtTypeInfo** type))              \
+  ENTRY(HasSessionConfigEntry, 237,                                                                \
+        OrtStatus*(const OrtSessionOptions* options, const char* key, int* found))                 \
+  ENTRY(GetSessionConfigEntry, 238,                                                                \
+        OrtStatus*(const OrtSessionOptions* options, const char* key, char* text,                  \
+                   std::size_t* size))                                                             \
   ENTRY(KernelInfo_GetNodeName, 244,                                                               \
         OrtStatus*(const OrtKernelInfo* info, char* name, std::size_t* size))                      \
+  ENTRY(KernelInfo_GetLogger, 245,                                                                 \
+        OrtStatus*(const OrtKernelInfo* info, const OrtLogger** logger))                           \
+  ENTRY(Logger_LogMessage, 247,                                                                    \
+        OrtStatus*(const OrtLogger* logger, LogLevel level, const char* message, const char* file, \
+                   int line, const char* function))                                                \
+  ENTRY(KernelInfoGetConstantInput_tensor, 249,                                                    \
+        OrtStatus*(const OrtKernelInfo* info, std::size_t index, int* is_constant,                 \
+                   const OrtValue** value))                                                        \
   ENTRY(KernelContext_GetAllocator, 253,                                                           \
         OrtStatus*(const OrtKernelContext* context, const OrtMemoryInfo* memory,                   \
                    Allocator** allocator))                                                         \
@@ -135,6 +153,14 @@ using Task = void (*)(void* data, std::size_t index);
   ENTRY(KernelContext_ParallelFor, 274,                                                            \
         OrtStatus*(const OrtKernelContext* context, Task task, std::size_t total,                  \
                    std::size_t batches, void* data))
+
+// What the operators for GPUs need besides.
+#define DYNAMO_MOE_ORT_GPU_ENTRIES(ENTRY)                                        \
+  ENTRY(KernelContext_GetScratchBuffer, 277,                                     \
+        OrtStatus*(const OrtKernelContext* context, const OrtMemoryInfo* memory, \
+                   std::size_t bytes, void** buffer))                            \
+  ENTRY(KernelInfoGetAllocator, 278,                                             \
+        OrtStatus*(const OrtKernelInfo* info, MemoryType type, Allocator** allocator))
 
 // The first entry, in whatever version of the table.
 using CreateStatusEntry = OrtStatus* (*)(ErrorCode code, const char* message);
@@ -166,15 +192,18 @@ struct CustomOp {
   std::int32_t (*get_end_version)(const CustomOp* self);
 };
 
-// The entries by name.
+// The entries by name. Those for GPUs are null where the runtime is older.
 class Api {
  public:
   Api() = default;
-  explicit Api(const OrtApi* api) {
+  Api(const OrtApi* api, bool has_gpu_entries) {
     const auto* const table = reinterpret_cast<void (*const*)()>(api);
 #define DYNAMO_MOE_ORT_READ(name, place, ...) \
   (name) = reinterpret_cast<Function<__VA_ARGS__>>(table[place]);
     DYNAMO_MOE_ORT_ENTRIES(DYNAMO_MOE_ORT_READ)
+    if (has_gpu_entries) {
+      DYNAMO_MOE_ORT_GPU_ENTRIES(DYNAMO_MOE_ORT_READ)
+    }
 #undef DYNAMO_MOE_ORT_READ
   }
 
@@ -182,7 +211,10 @@ class Api {
   using Function = Type*;
 #define DYNAMO_MOE_ORT_DECLARE(name, place, ...) Function<__VA_ARGS__> name = nullptr;
   DYNAMO_MOE_ORT_ENTRIES(DYNAMO_MOE_ORT_DECLARE)
+  DYNAMO_MOE_ORT_GPU_ENTRIES(DYNAMO_MOE_ORT_DECLARE)
 #undef DYNAMO_MOE_ORT_DECLARE
+
+  bool HasGpuEntries() const { return KernelInfoGetAllocator != nullptr; }
 };
 
 }  // namespace dynamo_moe::onnxruntime

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bundle/layer.h"
+#include "onnxruntime/clones.h"
 #include "onnxruntime/few_rows.h"
 
 // Vectors are passed between functions that are all inlined.
@@ -311,13 +312,6 @@ DYNAMO_MOE_INLINE void Multiply(const PackedMatrix& matrix, const float* bias, c
 }
 
 }  // namespace
-
-// The compiler makes a copy for wider vectors, and the loader takes the one for its CPU.
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
-#define DYNAMO_MOE_CLONES [[gnu::target_clones("default", "arch=x86-64-v3")]]
-#else
-#define DYNAMO_MOE_CLONES
-#endif
 
 DYNAMO_MOE_CLONES void Decode(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows,
                               float* result) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bundle/layer.h"
+#include "node/attributes.h"
 #include "node/node.h"
 #include "plugin/tensorrt_abi.h"
 #include "status.h"
@@ -26,32 +27,14 @@ inline constexpr Version kVersions[] = {{false, false}, {true, false}, {false, t
 const char* NameOf(Version version);
 Version VersionOf(const dynamo_moe_layer& layer);
 
-// The attributes that only offloaded layers have.
-inline constexpr const char* kResidentExperts = "resident_experts";
-inline constexpr const char* kW1Source = "w1_source";
-inline constexpr const char* kW2Source = "w2_source";
-inline constexpr const char* kExpertCache = "expert_cache";
-
-// Where an offloaded layer's experts lie in files, and whose its cache of them is.
-struct Offload {
-  std::string w1_source;
-  std::string w2_source;
-  // The contexts of an engine have one cache, not each its own.
-  bool shared = false;
-};
-
 struct Attributes {
-  // Fields that do not apply are 0, as in a bundle. So is what follows from the inputs and the
-  // bundle: dtypes, biases, zero points, tf32, and a format of weights that are not packed.
+  // Without what follows from the inputs and the bundle.
   dynamo_moe_layer layer = {};
   // The bundle's path; empty if it is not given.
   std::string kernels;
   // Empty where all experts are resident.
   Offload offload;
 };
-
-// A layer's attributes in words, for the engine inspector and the timing cache.
-std::string Describe(const dynamo_moe_layer& layer);
 
 // A plugin's attributes. TensorRT's parser passes no others.
 nvinfer1::PluginFieldCollection AttributeFields(const Node& node, Version version);

@@ -10,7 +10,7 @@
 #include "bundle/layer.h"
 #include "dynamo_moe.h"
 #include "guard.h"
-#include "plugin/kernels.h"
+#include "kernels/bundle_file.h"
 #include "plugin/log.h"
 #include "plugin/plugin.h"
 #include "plugin/sharing.h"
@@ -94,7 +94,7 @@ extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
 
 dynamo_moe_status dynamo_moe_kernels_begin(const char* name, const void* data, std::size_t size) {
   return dynamo_moe::Guard([&]() -> dynamo_moe::Status {
-    using dynamo_moe::plugin::BundleFile;
+    using dynamo_moe::BundleFile;
     DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::NotNull(name, "name"));
     DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::NotNull(data, "data"));
     std::shared_ptr<BundleFile> bundle;
@@ -106,7 +106,7 @@ dynamo_moe_status dynamo_moe_kernels_begin(const char* name, const void* data, s
 }
 
 dynamo_moe_status dynamo_moe_kernels_end(void) {
-  dynamo_moe::plugin::BundleFile::Give(nullptr);
+  dynamo_moe::BundleFile::Give(nullptr);
   return DYNAMO_MOE_OK;
 }
 

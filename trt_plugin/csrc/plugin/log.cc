@@ -152,8 +152,4 @@ void Log(tensorrt::Severity severity, const char* subject, const char* message) 
   }
 }
 
-Status FromLauncher(dynamo_moe_status code) {
-  return code == DYNAMO_MOE_OK ? Status() : Status(code, dynamo_moe_last_error());
-}
-
 }  // namespace dynamo_moe::plugin

@@ -16,9 +16,6 @@ void SetLoggerFinder(void* finder) noexcept;
 // one that TensorRT was last given, or else to stderr.
 void Log(tensorrt::Severity severity, const char* subject, const char* message) noexcept;
 
-// A failed call of the launcher, with its message.
-Status FromLauncher(dynamo_moe_status code);
-
 // Calls a function that returns a Status, and logs a failure. Returns 0 or the status's code, as
 // TensorRT expects.
 template <typename Function>

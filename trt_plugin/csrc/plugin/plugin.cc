@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "plugin/inputs.h"
 #include "plugin/log.h"
 
 namespace dynamo_moe::plugin {
@@ -28,17 +29,6 @@ constexpr const char* kProgramsField = "programs";
 constexpr const char* kNameField = "programs_name";
 // Where the experts are offloaded, three of the attributes follow.
 constexpr std::int32_t kOffloadedFields = 4;
-
-// A layer's inputs and their dtypes in words.
-std::string InputsText(const dynamo_moe_layer& layer) {
-  std::string text;
-  for (const format::Tensor tensor : InputsOf(NodeOf(layer))) {
-    if (const std::uint32_t code = DtypeIn(layer, tensor); code != format::kNone) {
-      text += Text(text.empty() ? "" : ", ", NameOf(tensor), " ", DtypeName(code));
-    }
-  }
-  return text;
-}
 
 // The bytes of an engine's first field, and whether they are a name.
 Status ReadField(const PluginFieldCollection& fields, std::string_view* bytes, bool* is_name) {
@@ -88,6 +78,11 @@ Status ReadOffload(const PluginFieldCollection& fields, Offload* offload) {
   return {};
 }
 
+// Of a profile.
+std::int64_t MostTokens(const DynamicPluginTensorDesc& x) {
+  return Tokens(DescriptionOf(x.max, x.desc.type));
+}
+
 Status NoKernels() {
   return InvalidArgument(
       "the layer has no kernels yet: configurePlugin() must come first, and succeed");
@@ -110,26 +105,16 @@ Status Plugin::FromAttributes(const Node& node, Version version, const std::stri
   Attributes attributes;
   DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(node, version, fields, &attributes));
   auto layer = std::make_shared<Layer>();
-  layer->bundle = attributes.kernels.empty() ? BundleFile::Given() : nullptr;
-  if (layer->bundle == nullptr) {
-    DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
-    DYNAMO_MOE_RETURN_IF_ERROR(ReadArchitectures(&layer->architectures));
-  }
-  std::vector<std::string_view> programs;
-  DYNAMO_MOE_RETURN_IF_ERROR(layer->bundle->Select(
-      layer->architectures, [&](const auto& each) { return HasAttributes(each, attributes.layer); },
-      &programs));
-  layer->description = Describe(attributes.layer);
-  if (programs.empty()) {
-    return {DYNAMO_MOE_NOT_FOUND,
-            Text(layer->bundle->path(), " has no kernels of this layer: ", layer->description)};
-  }
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      LayerBundle::Open(attributes.kernels, attributes.layer, &layer->bundle));
   layer->node = node;
   layer->subject = subject;
   layer->attributes = attributes.layer;
+  layer->description = Describe(attributes.layer);
   layer->offload = std::move(attributes.offload);
   layer->sharing = Sharing::Current();
-  layer->timing_id = Text(layer->description, " kernels=", Hexadecimal(layer->bundle->checksum()));
+  layer->timing_id =
+      Text(layer->description, " kernels=", Hexadecimal(layer->bundle->file().checksum()));
   plugin->reset(new Plugin());
   (*plugin)->layer_ = std::move(layer);
   return {};
@@ -235,10 +220,10 @@ bool Plugin::supportsFormatCombination(std::int32_t position, const DynamicPlugi
                                        std::int32_t inputs, std::int32_t outputs) noexcept {
   bool supported = false;
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
-    Call call = {};
+    NodeCall call = {};
     DYNAMO_MOE_RETURN_IF_ERROR(
         MakeCallUpTo(position, layer_->node, in_out, inputs, outputs, &call));
-    if (call.at(position).format != TensorFormat::kLINEAR) {
+    if (in_out[position].desc.format != TensorFormat::kLINEAR) {
       return {};
     }
     supported = HasKernels(call, position);
@@ -250,77 +235,37 @@ bool Plugin::supportsFormatCombination(std::int32_t position, const DynamicPlugi
   return error == 0 && supported;
 }
 
-bool Plugin::HasKernels(const Call& call, std::int32_t position) const {
-  if (layer_->bundle == nullptr) {
-    return Matches(name_.layer, layer_->attributes, call, position);
-  }
-  const auto& programs = layer_->bundle->programs();
-  return std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
-    return Matches(each.layer, layer_->attributes, call, position);
-  });
+bool Plugin::HasKernels(const NodeCall& call, std::int32_t position) const {
+  return layer_->bundle == nullptr ? Matches(name_.layer, layer_->attributes, call, position)
+                                   : layer_->bundle->Has(call, position);
 }
 
 // A strongly typed network asks only for its own dtypes, and fails if they are refused. For other
 // networks, which may ask for any dtypes, one warning says what is supported.
-void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
+void Plugin::WarnOfRefusal(const NodeCall& call, std::int32_t position) const {
   if (layer_->bundle == nullptr || layer_->has_warned.exchange(true)) {
     return;
   }
-  if (const std::string missing = MissingInputs(call); !missing.empty()) {
+  if (const std::string missing = layer_->bundle->MissingInputs(call); !missing.empty()) {
     Log(tensorrt::Severity::kError, layer_->subject.c_str(),
-        Text("the node has no input ", missing, "; ", KnownInputsText(),
+        Text("the node has no input ", missing, "; ", layer_->bundle->KnownInputsText(),
              ": compile the kernels for this file")
             .c_str());
     return;
   }
   const format::Tensor tensor = call.tensor(position);
-  const std::uint32_t code = DtypeCode(call.at(position).type);
-  const std::string text =
-      Text("no kernels with ", NameOf(tensor), " ",
-           code == format::kNone ? "of another type" : DtypeName(code), "; ", KnownInputsText());
+  const std::uint32_t code = call.at(position).dtype;
+  const std::string text = Text("no kernels with ", NameOf(tensor), " ",
+                                code == format::kNone ? "of another type" : DtypeName(code), "; ",
+                                layer_->bundle->KnownInputsText());
   Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
-}
-
-// The names of the inputs that a node lacks, and that the bundle's layers all have.
-std::string Plugin::MissingInputs(const Call& call) const {
-  std::string names;
-  const Span<format::Tensor> order = InputsOf(layer_->node);
-  for (auto i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
-    const auto& programs = layer_->bundle->programs();
-    const bool needed = std::all_of(programs.begin(), programs.end(), [&](const auto& each) {
-      return !HasAttributes(each.layer, layer_->attributes) ||
-             DtypeIn(each.layer, order[i]) != format::kNone;
-    });
-    if (needed) {
-      names += Text(names.empty() ? "" : ", ", NameOf(order[i]));
-    }
-  }
-  return names;
-}
-
-// With which inputs the bundle has the layer.
-std::string Plugin::KnownInputsText() const {
-  std::vector<std::string> known;
-  for (const auto& each : layer_->bundle->programs()) {
-    if (HasAttributes(each.layer, layer_->attributes)) {
-      std::string inputs = InputsText(each.layer);
-      if (std::find(known.begin(), known.end(), inputs) == known.end()) {
-        known.push_back(std::move(inputs));
-      }
-    }
-  }
-  std::string text = Text(layer_->bundle->path(), " has this layer with ");
-  for (std::size_t i = 0; i < known.size(); ++i) {
-    text += Text(i == 0 ? "" : "; or ", known[i]);
-  }
-  return text;
 }
 
 std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int32_t inputs,
                                      const DynamicPluginTensorDesc* out,
                                      std::int32_t outputs) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
-    Call call = {};
+    NodeCall call = {};
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->node, in, inputs, out, outputs, &call));
     if (layer_->bundle == nullptr) {
       DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
@@ -328,7 +273,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
     } else {
       dynamo_moe_layer layer = layer_->attributes;
       DYNAMO_MOE_RETURN_IF_ERROR(CompleteLayer(call, &layer));
-      DYNAMO_MOE_RETURN_IF_ERROR(Take(layer));
+      DYNAMO_MOE_RETURN_IF_ERROR(layer_->bundle->Take(layer, &kernels_));
       if (IsOffloaded()) {
         // A file that is missing now will hardly be there later.
         std::shared_ptr<Cache> checked;
@@ -337,30 +282,8 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
     }
     // getWorkspaceSize() cannot fail, so a profile with too many tokens is refused here.
     std::size_t size = 0;
-    return FromLauncher(
-        dynamo_moe_program_workspace(kernels_->program(), Tokens(in[0].max), &size));
+    return kernels_->WorkspaceSize(MostTokens(in[0]), &size);
   });
-}
-
-Status Plugin::Take(const dynamo_moe_layer& layer) {
-  std::vector<std::string_view> programs;
-  const auto select = [&](const dynamo_moe_layer& wanted) {
-    return layer_->bundle->Select(
-        layer_->architectures, [&](const auto& each) { return SameLayer(each, wanted); },
-        &programs);
-  };
-  DYNAMO_MOE_RETURN_IF_ERROR(select(layer));
-  if (programs.empty() && layer.experts_dtype == format::kFloat32) {
-    // A bundle with TF32 products only was compiled that way on purpose.
-    dynamo_moe_layer fast = layer;
-    fast.flags |= format::kHasTf32;
-    DYNAMO_MOE_RETURN_IF_ERROR(select(fast));
-  }
-  if (programs.empty()) {
-    return {DYNAMO_MOE_NOT_FOUND,
-            Text("no kernels with ", InputsText(layer), "; ", KnownInputsText())};
-  }
-  return Kernels::Open(BundleOf(programs), &kernels_);
 }
 
 std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int32_t inputs,
@@ -372,11 +295,7 @@ std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int
     if (kernels_ == nullptr) {
       return NoKernels();
     }
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        FromLauncher(dynamo_moe_program_workspace(kernels_->program(), Tokens(in[0].max), &size)));
-    // Room to align it.
-    size += size == 0 ? 0 : format::kWorkspaceAlignment - 1;
-    return {};
+    return kernels_->WorkspaceSize(MostTokens(in[0]), &size);
   });
   return error == 0 ? size : 0;
 }
@@ -407,17 +326,17 @@ Status Plugin::RequireCache() {
 std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inputs,
                                    const PluginTensorDesc* out, std::int32_t outputs) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
-    Call call = {};
+    NodeCall call = {};
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->node, in, inputs, out, outputs, &call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
     // Does nothing if the kernels are already loaded. enqueue() is too late: it may be captured.
     if (cache_ == nullptr) {
-      return FromLauncher(dynamo_moe_program_prepare(kernels_->program()));
+      return kernels_->Prepare();
     }
-    DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_cache_prepare(cache_->get())));
-    if (const std::string text = cache_->TakeSummary(); !text.empty()) {
+    DYNAMO_MOE_RETURN_IF_ERROR(cache_->Prepare());
+    if (const std::string text = cache_->TakeSummary("context"); !text.empty()) {
       Log(tensorrt::Severity::kInfo, layer_->subject.c_str(), text.c_str());
     }
     if (const std::string text = cache_->TakeWarning(); !text.empty()) {
@@ -434,43 +353,10 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
   return Guard(layer_->subject.c_str(), [&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
     DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
-    // In the order of dynamo_moe_tensors and of format::Tensor.
-    const void* tensors[format::kTensors] = {};
-    const Span<format::Tensor> order = InputsOf(layer_->node);
-    for (std::size_t i = 0; i < order.size(); ++i) {
-      // An absent input lies beyond the node's inputs, or has no memory.
-      if (DtypeIn(kernels_->layer(), order[i]) != format::kNone) {
-        tensors[order[i]] = inputs[i];
-      }
-    }
-    const dynamo_moe_tensors call = {tensors[format::kX],
-                                     tensors[format::kRouterWeight],
-                                     tensors[format::kRouterBias],
-                                     tensors[format::kSelectionBias],
-                                     tensors[format::kExpertIds],
-                                     tensors[format::kExpertWeights],
-                                     tensors[format::kW1],
-                                     tensors[format::kW1Scales],
-                                     tensors[format::kW1ZeroPoints],
-                                     tensors[format::kW1GlobalScales],
-                                     tensors[format::kB1],
-                                     tensors[format::kW2],
-                                     tensors[format::kW2Scales],
-                                     tensors[format::kW2ZeroPoints],
-                                     tensors[format::kW2GlobalScales],
-                                     tensors[format::kB2],
-                                     outputs[0]};
-    const auto address = reinterpret_cast<std::uintptr_t>(workspace);
-    // Null stays null.
-    void* const aligned = static_cast<char*>(workspace) + (-address % format::kWorkspaceAlignment);
-    // TensorRT does not pass the workspace's size; it is what getWorkspaceSize() asked for.
-    constexpr std::size_t kEnough = std::numeric_limits<std::size_t>::max();
-    const std::int64_t tokens = Tokens(input_descriptions[0].dims);
-    return FromLauncher(
-        cache_ == nullptr
-            ? dynamo_moe_program_enqueue(kernels_->program(), tokens, &call, aligned, kEnough,
-                                         stream)
-            : dynamo_moe_cache_enqueue(cache_->get(), tokens, &call, aligned, kEnough, stream));
+    const PluginTensorDesc& x = input_descriptions[0];
+    return kernels_->Enqueue(Tokens(DescriptionOf(x.dims, x.type)),
+                             TensorsOf(kernels_->layer(), inputs, outputs[0]), workspace, stream,
+                             cache_.get());
   });
 }
 

@@ -7,9 +7,10 @@
 #include <memory>
 #include <string>
 
+#include "kernels/kernels.h"
+#include "kernels/layer_bundle.h"
+#include "node/inputs.h"
 #include "plugin/attributes.h"
-#include "plugin/inputs.h"
-#include "plugin/kernels.h"
 #include "plugin/sharing.h"
 #include "plugin/tensorrt_abi.h"
 #include "status.h"
@@ -96,9 +97,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     // Where its experts lie, if they are offloaded.
     Offload offload;
     // Null for a layer of an engine, which holds its kernels.
-    std::shared_ptr<BundleFile> bundle;
-    // Of these architectures; empty: of all that the bundle has.
-    Architectures architectures;
+    std::shared_ptr<const LayerBundle> bundle;
     // With which layers it shares kernels; null: with none.
     std::shared_ptr<Sharing> sharing;
     std::string description;
@@ -109,17 +108,13 @@ class Plugin final : public nvinfer1::IPluginV3,
   Plugin() = default;
   Plugin(const Plugin&) = default;
 
-  // Takes a complete layer's kernels from the bundle.
-  Status Take(const dynamo_moe_layer& layer);
-  bool HasKernels(const Call& call, std::int32_t position) const;
+  bool HasKernels(const NodeCall& call, std::int32_t position) const;
   // Finds the kernels of a layer whose engine stores them with another layer.
   Status RequireKernels();
   // Opens the cache of an offloaded layer's experts.
   Status RequireCache();
   bool IsOffloaded() const { return layer_->attributes.resident_experts != 0; }
-  void WarnOfRefusal(const Call& call, std::int32_t position) const;
-  std::string KnownInputsText() const;
-  std::string MissingInputs(const Call& call) const;
+  void WarnOfRefusal(const NodeCall& call, std::int32_t position) const;
 
   std::shared_ptr<Layer> layer_;
   // Null in the build phase until configurePlugin(), and until onShapeChange() if another layer of

@@ -1,4 +1,4 @@
-#include "plugin/kernels.h"
+#include "kernels/bundle_file.h"
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -17,10 +17,10 @@
 #include <utility>
 
 #include "bundle/format.h"
-#include "plugin/attributes.h"
-#include "plugin/log.h"
+#include "node/attributes.h"
+#include "node/node.h"
 
-namespace dynamo_moe::plugin {
+namespace dynamo_moe {
 namespace {
 
 constexpr const char* kPathVariable = "DYNAMO_MOE_KERNELS";
@@ -33,7 +33,7 @@ using FileIdentity = std::tuple<dev_t, ino_t, off_t, time_t, long>;
 thread_local std::shared_ptr<BundleFile> given;
 
 std::mutex opening;
-// Never destroyed: plugins may outlive static objects.
+// Never destroyed: layers may outlive static objects.
 std::map<FileIdentity, std::weak_ptr<BundleFile>>& OpenBundles() {
   static auto* const bundles = new std::map<FileIdentity, std::weak_ptr<BundleFile>>();
   return *bundles;
@@ -60,8 +60,8 @@ std::string ChoosePath(const std::string& path) {
 
 Status CannotRead(const std::string& path) {
   return InvalidArgument("cannot read the kernels' bundle ", path, ": ", std::strerror(errno),
-                         "; name it by the attribute kernels or by the environment variable ",
-                         kPathVariable);
+                         "; name it by the attribute ", kKernels,
+                         " or by the environment variable ", kPathVariable);
 }
 
 Status OfFile(const std::string& path, const Status& status) {
@@ -69,64 +69,6 @@ Status OfFile(const std::string& path, const Status& status) {
 }
 
 }  // namespace
-
-Status Kernels::Open(std::string_view bundle, std::shared_ptr<const Kernels>* kernels) {
-  if (!IsBundle(bundle)) {
-    return {DYNAMO_MOE_INVALID_BUNDLE, "not a kernel bundle: its first bytes differ"};
-  }
-  // make_shared needs a public constructor.
-  std::shared_ptr<Kernels> opened(new Kernels());
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      FromLauncher(dynamo_moe_program_open(bundle.data(), bundle.size(), &opened->program_)));
-  DYNAMO_MOE_RETURN_IF_ERROR(opened->Describe());
-  *kernels = std::move(opened);
-  return {};
-}
-
-Status Kernels::Find(const dynamo_moe_key& key, std::shared_ptr<const Kernels>* kernels) {
-  std::shared_ptr<Kernels> opened(new Kernels());
-  const dynamo_moe_status found = dynamo_moe_program_find(&key, &opened->program_);
-  if (found == DYNAMO_MOE_NOT_FOUND) {
-    *kernels = nullptr;
-    return {};
-  }
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(found));
-  DYNAMO_MOE_RETURN_IF_ERROR(opened->Describe());
-  *kernels = std::move(opened);
-  return {};
-}
-
-Status Kernels::Describe() {
-  const void* bytes = nullptr;
-  std::size_t size = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_bytes(program_, &bytes, &size)));
-  bytes_ = {static_cast<const char*>(bytes), size};
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_key(program_, &key_)));
-  return FromLauncher(dynamo_moe_program_info(program_, &layer_));
-}
-
-Status Cache::Open(const Kernels& kernels, const Offload& offload, std::shared_ptr<Cache>* cache) {
-  std::shared_ptr<Cache> opened(new Cache());
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(
-      dynamo_moe_cache_open(kernels.program(), offload.w1_source.c_str(), offload.w2_source.c_str(),
-                            offload.shared ? 1 : 0, &opened->cache_)));
-  std::size_t bytes = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_state(kernels.program(), &bytes)));
-  const dynamo_moe_layer& layer = kernels.layer();
-  opened->summary_ = Text(
-      layer.resident_experts, " of ", layer.experts, " experts at a time are on the device, in ",
-      bytes, offload.shared ? " bytes that all contexts share" : " bytes for each context");
-  *cache = std::move(opened);
-  return {};
-}
-
-std::string Cache::TakeSummary() { return summary_taken_.exchange(true) ? "" : summary_; }
-
-std::string Cache::TakeWarning() {
-  const char* note = "";
-  static_cast<void>(dynamo_moe_cache_note(cache_, &note));
-  return *note == '\0' || warning_taken_.exchange(true) ? "" : note;
-}
 
 Status ReadArchitectures(Architectures* names) {
   const char* const variable = std::getenv(kArchitecturesVariable);
@@ -187,7 +129,7 @@ Status BundleFile::Read(std::size_t size) {
 }
 
 Status BundleFile::Parse() {
-  return OfFile(path_, dynamo_moe::Bundle::Open(bytes_.data(), bytes_.size(), &content_));
+  return OfFile(path_, Bundle::Open(bytes_.data(), bytes_.size(), &content_));
 }
 
 Status BundleFile::FromBytes(std::string name, std::string_view bytes,
@@ -235,4 +177,4 @@ Status BundleFile::Select(const Architectures& names,
   return {};
 }
 
-}  // namespace dynamo_moe::plugin
+}  // namespace dynamo_moe
