@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -283,8 +284,14 @@ def _after_a_run(
         if type(cache) is DynamicCache:
             cache = DynamicCache(config=model.config)
             cache.layers = [change(layer) for layer in cache.layers]
-            _run(model, sizes, past_key_values=cache)
+            _run(model, sizes, **{cache_argument(model.forward): cache})
     return cache
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Returns what a model calls its cache: ``cache`` from transformers 5.24 on."""
+    takes_cache = "cache" in inspect.signature(forward).parameters
+    return "cache" if takes_cache else "past_key_values"
 
 
 def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cache:
@@ -295,11 +302,12 @@ def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cach
             outputs = model(**arguments, use_cache=True, **options)
     except Exception as error:  # The model's own code runs.
         raise ExportError(failures.explain(error)) from error
-    cache: Cache | None = getattr(outputs, "past_key_values", None)
+    name = cache_argument(model.forward)
+    cache: Cache | None = getattr(outputs, name, None)
     if cache is None or not hasattr(cache, "layers"):
         raise ValueError(
-            f"{type(model).__name__} gives no cache of transformers, past_key_values is {cache!r}: "
-            "use task text-generation"
+            f"{type(model).__name__} gives no cache of transformers, {name} is {cache!r}: use task "
+            "text-generation"
         )
     return cache
 

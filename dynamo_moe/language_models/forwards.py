@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynamo_moe.files.cache_entries import PAST_LENGTH
 from dynamo_moe.files.model_parts import FILES, PartName
-from dynamo_moe.language_models.caches import ModelCache, Past
+from dynamo_moe.language_models.caches import ModelCache, Past, cache_argument
 from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
 from dynamo_moe.tracing.exportable_models import exportable_models
 
@@ -173,7 +173,7 @@ def _with_past(
         (new,) = tokens.values()
         before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
         filled = cache.filled(past_key_values, before)
-        options |= {"past_key_values": filled, "use_cache": True}
+        options |= {cache_argument(original): filled, "use_cache": True}
         with exportable_models():  # Some recurrences of transformers cannot go on from a state.
             logits = computed(tokens, attention_mask, past_length, **options)
         return logits, cache.held(filled)

@@ -38,7 +38,7 @@ _VISION = "get_image_features"
 # What the first layers add to their hidden states, of pictures' tokens and of all tokens.
 _ADDED_FEATURES, _ADDED_EMBEDS = "deepstack_features", "deepstack_embeds"
 # What a decoder gets that its file does without, or gets by another name.
-_KNOWN = {"attention_mask", "position_ids", "past_key_values", EMBEDS}
+_KNOWN = {"attention_mask", "position_ids", "past_key_values", "cache", EMBEDS}
 _ADDED = {"visual_pos_masks", "deepstack_visual_embeds"}
 # Rows and columns of the example's pictures, as tokens.
 _SIZES = ((2, 3), (4, 2))

@@ -9,6 +9,7 @@ head's keys and values.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ from dynamo_moe.process_state import replaced
 
 _MODELS = "transformers.models."
 _NO_LIMITS = (0.0, float("inf"))
+# What transformers calls a cache: the first from 5.24 on.
+_CACHES = ("cache", "past_key_values", "cache_params")
 
 
 @contextmanager
@@ -155,18 +158,24 @@ def _delta_rule(
     return o_LBHV.transpose(0, 1).to(dtype), last if output_final_state else None
 
 
+def _cache_among(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the cache that a forward gets: ``cache``, of older transformers by its other names."""
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    given = bound | bound.get("kwargs", {})
+    return next((given[name] for name in _CACHES if given.get(name) is not None), None)
+
+
 def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
     """Lets Jamba's mixer of several tokens begin with the state in its cache, not with zeros."""
 
     @wraps(original)
-    def forward(
-        self: nn.Module, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number: Any = self.layer_idx
-        state = None if cache_params is None else cache_params.get_recurrent_state(number)
+        cache = _cache_among(original, self, *args, **kwargs)
+        state = None if cache is None else cache.get_recurrent_state(number)
         scan = partial(_selective_scan, initial_state=state)
         with replaced(sys.modules[type(self).__module__], "mamba_selective_scan", _instead(scan)):
-            return original(self, hidden_states, cache_params, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return forward
 
@@ -245,23 +254,23 @@ def _in_one_block(original: Callable[..., Any]) -> Callable[..., Any]:
         hidden_states: Tensor,
         position_embeddings: Any,
         attention_mask: Tensor | None,
-        past_key_values: Any = None,
+        *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
+        arguments = self, hidden_states, position_embeddings, attention_mask, *args
         if not isinstance(hidden_states.shape[1], torch.SymInt):
-            arguments = position_embeddings, attention_mask, past_key_values
-            return original(self, hidden_states, *arguments, **kwargs)  # type: ignore[no-any-return]
-        number, state = self.layer_idx, None
-        if past_key_values is not None:
-            state = past_key_values.get_linear_cache(number)
+            return original(*arguments, **kwargs)  # type: ignore[no-any-return]
+        number = self.layer_idx
+        cache = _cache_among(original, *arguments, **kwargs)
+        state = None if cache is None else cache.get_linear_cache(number)
         qkv = self.act_fn(self.qkv_proj(hidden_states))
         if attention_mask is not None:
             qkv = qkv * attention_mask[..., None].to(qkv.dtype)
         qkv = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
         attended, state = _lightning_attention(qkv, self.slope_rate, state)
         gate = self.output_gate(hidden_states).sigmoid()
-        if past_key_values is not None:
-            past_key_values.set_linear_cache(number, state)
+        if cache is not None:
+            cache.set_linear_cache(number, state)
         return self.out_proj(gate * self.norm(attended.flatten(-2))), state
 
     return forward
