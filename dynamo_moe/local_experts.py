@@ -64,6 +64,8 @@ class LocalExperts(nn.Module):
         group: Its name; empty: no other rank is there, and the results are the rank's parts.
     """
 
+    local_ids: Tensor
+
     def __init__(
         self, part: nn.Module, share: range, total: int, rank: int, ranks: int, group: str
     ) -> None:
@@ -71,15 +73,23 @@ class LocalExperts(nn.Module):
         self.part = part
         self.share, self.total = share, total
         self.rank, self.ranks, self.group = rank, ranks, group
+        # The number of each id from -1 on among the rank's own. In a tensor, so that the graphs of
+        # ranks with as many experts differ in tensors alone.
+        numbers = torch.full((1 + total,), -1)
+        numbers[1 + share.start : 1 + share.stop] = torch.arange(len(share))
+        own = next(part.parameters(), None)
+        device = next(part.buffers()).device if own is None else own.device
+        self.register_buffer("local_ids", numbers.to(device), persistent=False)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.experts` with the experts of all ranks."""
         residual = options.pop("residual", False)
-        local = ids - self.share.start
-        local = torch.where((local >= 0) & (local < len(self.share)), local, -1)
         part: Any = self.part
         y: Tensor = part.experts(
-            copy_to_ranks(x, self.group), local, copy_to_ranks(weights, self.group), **options
+            copy_to_ranks(x, self.group),
+            self.local_ids[ids + 1],
+            copy_to_ranks(weights, self.group),
+            **options,
         )
         if self.ranks > 1:
             y = custom_ops.sum_over_ranks(y, self.ranks, self.group)

@@ -213,7 +213,7 @@ class _Replaced(NamedTuple):
     packed: PackedExperts | None
 
     def report(self) -> ShardedLayer:
-        stored = [*self.share.parameters(), *self.share.buffers()]
+        stored = [*self.share.part.parameters(), *self.share.part.buffers()]
         numbers, size = self.share.share, sum(tensor.nbytes for tensor in stored)
         return ShardedLayer(self.path, numbers.start, len(numbers), self.share.total, size)
 

@@ -64,7 +64,7 @@ def beside_experts(layer: nn.Module, args: Any) -> Tensor | int:
     """Return what a layer adds to its experts' sum: its result where these give zeros."""
     with torch.no_grad(), dynamo_moe.sharded(layer, 0, 1):
         [local] = [module for module in layer.modules() if isinstance(module, LocalExperts)]
-        local.share = range(0)
+        local.local_ids.fill_(-1)
         result = layer(*args)
     return result[0] if isinstance(result, tuple) else result
 
