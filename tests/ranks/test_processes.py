@@ -36,7 +36,19 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, ("families", "heads", "training", "idle", "compiled", "verified", "communicator")),
+        (
+            2,
+            (
+                "families",
+                "heads",
+                "training",
+                "idle",
+                "compiled",
+                "verified",
+                "broken",
+                "communicator",
+            ),
+        ),
         (4, ("training", "idle")),
     ],
 )

@@ -207,6 +207,47 @@ def verified() -> None:
         shutil.rmtree(folder[0])
 
 
+class Breaking(nn.Module):
+    """Fails on rank 1 alone, after its first sum; for the others, it would go on to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp_model(layers=2)
+        self.failure: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.failure is not None:
+            raise self.failure
+        return self.layers[1](x)
+
+
+def broken() -> None:
+    """Where a model fails on one rank alone, all ranks end with its reason, and can go on."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model: Any = Breaking().eval()
+    dynamo_moe.convert(model)
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / f"m.rank{rank}.onnx"
+    if rank == 0:
+        dynamo_moe.export(model, torch.randn(3, 16), path.with_name("m.onnx"), ranks=2)
+    dist.barrier()
+    for is_shared in (False, True):
+        if is_shared:
+            dynamo_moe.shard(model)
+        assert dynamo_moe.verify(path, model, group=group).passed
+        model.failure = MemoryError("no memory is left") if rank == 1 else None
+        for inputs in (None, [(torch.ones(2, 16),)]):
+            with pytest.raises(ValueError, match=r"^rank 1 of 2: no memory is left$"):
+                dynamo_moe.verify(path, model, inputs, group=group)
+        model.failure = None
+    assert dynamo_moe.verify(path, model, group=group).passed
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def verified_by_the_command_line(file: Path) -> None:
     """Every process succeeds, and the first one prints."""
     if dist.get_rank() == 0:
@@ -246,7 +287,7 @@ def failing() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
-    for case in (families, heads, training, idle, compiled, verified, communicator, failing)
+    for case in (families, heads, training, idle, compiled, verified, broken, communicator, failing)
 }
 
 
