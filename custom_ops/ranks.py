@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from custom_ops._library import LIBRARY
+from custom_ops._library import LIBRARY, group_of_name
 
 LIBRARY.define(
     "sum_over_ranks(Tensor y, int ranks, str group='') -> Tensor",
@@ -37,8 +37,9 @@ def sum_over_ranks(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
 
     Raises:
         ValueError: If ``ranks`` is below 1.
-        RuntimeError: If there is no group of this name, or a rank fails or does not answer in the
-            group's time limit.
+        RuntimeError: If this process has no group of this name and size, as where a program of
+            ``torch.export`` is loaded elsewhere; or a rank fails or does not answer in the group's
+            time limit.
 
     Example:
         >>> import torch
@@ -96,7 +97,30 @@ def _sum_over_ranks_fake(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
 def _sum_over_ranks_forward(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
     _check(ranks)
     part = y.contiguous()
-    return part.clone() if group == ALONE else _all_reduced(part, group)
+    if group == ALONE:
+        return part.clone()
+    _check_group(group, ranks)
+    return _all_reduced(part, group)
+
+
+def _check_group(name: str, ranks: int) -> None:
+    """Checks that a name is still that of the group: a number that PyTorch gives again.
+
+    Raises:
+        RuntimeError: If there is no such group, or one of another size.
+    """
+    if group_of_name is None:
+        return
+    try:
+        size = group_of_name(name).size()
+    except RuntimeError:
+        size = None
+    if size != ranks:
+        found = "no group of this name" if size is None else f"one of {size}"
+        raise RuntimeError(
+            f"the model is for {ranks} ranks in the process group {name!r}, and this process has "
+            f"{found}: a process that loads a program makes the groups that it was exported with"
+        )
 
 
 def _all_reduced(part: Tensor, group: str) -> Tensor:

@@ -49,7 +49,7 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
                 "communicator",
             ),
         ),
-        (4, ("training", "idle")),
+        (4, ("training", "idle", "grouped")),
     ],
 )
 def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:

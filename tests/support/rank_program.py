@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import io
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
+import custom_ops
 import dynamo_moe
 from dynamo_moe.cli import app
 from dynamo_moe.language_models import example_case, performing
@@ -161,6 +163,33 @@ def compiled() -> None:
     assert targets.count(torch.ops.moe.sum_over_ranks.default) == 1
 
 
+def grouped() -> None:
+    """A model sums over the group that it was sharded over, among others, and no other one.
+
+    A program of ``torch.export`` does, too, once it is loaded.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    x = torch.randn(6, 8)
+    for group in pairs[rank // 2], dist.group.WORLD:
+        model = trained().eval()
+        with torch.no_grad():
+            expected = model(x)
+            dynamo_moe.shard(model, group)
+            torch.testing.assert_close(model(x), expected)
+            saved = io.BytesIO()
+            torch.export.save(torch.export.export(model, (x,)), saved)
+            loaded = torch.export.load(saved)
+            torch.testing.assert_close(loaded.module()(x), expected)
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+            for gone in (model, loaded.module()):
+                with pytest.raises(RuntimeError, match="has no group of this name"):
+                    gone(x)
+    with pytest.raises(RuntimeError, match=f"for 3 ranks .* this process has one of {ranks}"):
+        custom_ops.sum_over_ranks(x, 3, dist.group.WORLD.group_name)
+
+
 def verified() -> None:
     """Each process verifies its own file, with the whole model and with its share of it.
 
@@ -287,7 +316,18 @@ def failing() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
-    for case in (families, heads, training, idle, compiled, verified, broken, communicator, failing)
+    for case in (
+        families,
+        heads,
+        training,
+        idle,
+        compiled,
+        grouped,
+        verified,
+        broken,
+        communicator,
+        failing,
+    )
 }
 
 
