@@ -44,7 +44,11 @@ class PlainExperts(nn.Module):
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.experts` with these weights."""
-        return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2, **options)
+        return custom_ops.experts(x, ids, weights, *self.weights(), **options)
+
+    def weights(self) -> ExpertWeights:
+        """Returns the weights."""
+        return ExpertWeights(self.w1, self.b1, self.w2, self.b2)
 
 
 class LocalExperts(nn.Module):

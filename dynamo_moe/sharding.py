@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from custom_ops.expert_weights import ExpertWeights
@@ -117,9 +117,10 @@ def shard(
 
     Raises:
         ValueError: If there is no layer, a layer is sharded already, experts' weights are shared
-            with another layer or not known, this process is not in the group, or the plan is
-            unknown; with ``experts+heads``, if the model has no plan for it, or one with a style
-            that is not known here, or ranks cannot share heads evenly. The model is as it was then.
+            with another layer, offloaded or not known, this process is not in the group, or the
+            plan is unknown; with ``experts+heads``, if the model has no plan for it, or one with a
+            style that is not known here, or ranks cannot share heads evenly. The model is as it was
+            then.
         RuntimeError: If ``torch.distributed`` is not initialized.
     """
     check_plan(plan)
@@ -285,6 +286,10 @@ def _replaced(model: nn.Module, place: _Place, *, copies: bool) -> Iterator[_Rep
         yield replaced
 
 
+def _is_offloaded(tensor: Tensor) -> bool:
+    return not isinstance(tensor, LazyTensor) and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
 def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Replaced:
     packed = packed_experts.of(layer)
     parameters = experts_parameters(layer)
@@ -295,6 +300,11 @@ def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Repl
     else:
         weights = packed.packed_weights()
         total = weights[0].values.shape[0]
+    if any(map(_is_offloaded, parameters.values() if packed is None else packed.buffers())):
+        raise ValueError(
+            f"the experts of {path!r} are in pinned memory, as offload leaves them: offload a "
+            "model once it is sharded"
+        )
     share = share_of(total, place.rank, place.ranks)
     stored = share or range(1)
     memory = {
