@@ -62,6 +62,36 @@ def copy_to_ranks(x: Tensor, group: str) -> Tensor:
     return copied
 
 
+def gather_from_ranks(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Returns the tensors of all ranks, one after the other along the first axis.
+
+    Args:
+        x: ``[T, ...]``, contiguous, of one shape on all ranks.
+        ranks: The size of the group.
+        group: Its name.
+
+    Returns:
+        ``[ranks * T, ...]``. Its gradient is, on each rank, the sum of what all have for its part.
+    """
+    gathered: Tensor = _GatherFromRanks.apply(x, ranks, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def scatter_sum_over_ranks(y: Tensor, ranks: int, group: str) -> Tensor:
+    """Returns the rank's part of the sum over ranks: the inverse of :func:`gather_from_ranks`.
+
+    Args:
+        y: ``[ranks * T, ...]``, contiguous, of one shape on all ranks.
+        ranks: The size of the group.
+        group: Its name.
+
+    Returns:
+        ``[T, ...]``.
+    """
+    scattered: Tensor = _ScatterSumOverRanks.apply(y, ranks, group)  # type: ignore[no-untyped-call]
+    return scattered
+
+
 def sum_gradient_over_ranks(parameter: Tensor, group: str) -> RemovableHandle:
     """Lets a parameter that all ranks have get the sum of their gradients.
 
@@ -87,6 +117,28 @@ class _CopyToRanks(torch.autograd.Function):
         return _all_reduced(gradients[0].contiguous(), ctx.group), None
 
 
+class _GatherFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.place = ranks, group
+        return _gathered(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(gradients[0].contiguous(), *ctx.place), None, None
+
+
+class _ScatterSumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.place = ranks, group
+        return _scattered(y, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(gradients[0].contiguous(), *ctx.place), None, None
+
+
 @torch.library.register_fake("moe::sum_over_ranks", lib=LIBRARY)
 def _sum_over_ranks_fake(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
     _check(ranks)
@@ -99,11 +151,11 @@ def _sum_over_ranks_forward(y: Tensor, ranks: int, group: str = ALONE) -> Tensor
     part = y.contiguous()
     if group == ALONE:
         return part.clone()
-    _check_group(group, ranks)
+    check_group(group, ranks)
     return _all_reduced(part, group)
 
 
-def _check_group(name: str, ranks: int) -> None:
+def check_group(name: str, ranks: int) -> None:
     """Checks that a name is still that of the group: a number that PyTorch gives again.
 
     Raises:
@@ -126,6 +178,20 @@ def _check_group(name: str, ranks: int) -> None:
 def _all_reduced(part: Tensor, group: str) -> Tensor:
     collectives = torch.ops._c10d_functional
     result: Tensor = collectives.wait_tensor(collectives.all_reduce(part, "sum", group))
+    return result
+
+
+def _gathered(x: Tensor, ranks: int, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    gathered: Tensor = collectives.all_gather_into_tensor(x, ranks, group)
+    result: Tensor = collectives.wait_tensor(gathered)
+    return result
+
+
+def _scattered(y: Tensor, ranks: int, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    scattered: Tensor = collectives.reduce_scatter_tensor(y, "sum", ranks, group)
+    result: Tensor = collectives.wait_tensor(scattered)
     return result
 
 

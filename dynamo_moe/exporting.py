@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.export import ExportedProgram
 
-from dynamo_moe import pytree
+from dynamo_moe import local_experts, pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.export_report import ExportReport
@@ -196,6 +196,7 @@ def export(
     started = time.perf_counter()
     check_model(model)
     model = unwrapped(model)
+    local_experts.need_common_tokens(model)
     path = Path(path)
     lowered_for = chosen_target(target, body)
     newest = onnx.defs.onnx_opset_version()

@@ -26,13 +26,15 @@ from dynamo_moe.conversion.packing import (
     shared_weights,
 )
 from dynamo_moe.json_values import json_values
-from dynamo_moe.local_experts import LocalExperts, PlainExperts
+from dynamo_moe.local_experts import EqualCounts, LocalExperts, PlainExperts
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.tensor_parallel import Split
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 Plan = Literal["experts", "experts+heads"]
+
+Tokens = Literal["all", "split"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def shard(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     plan: Plan = "experts",
+    tokens: Tokens = "all",
 ) -> ShardReport:
     """Leaves a converted model the experts of this process's rank, in place.
 
@@ -111,6 +114,12 @@ def shard(
         plan: ``experts``: experts are split, all else is replicated. ``experts+heads``: attention
             is split by heads too, and shared experts and dense layers by columns, as far as
             ``model.tp_plan`` of transformers says so; a cache then holds the rank's heads alone.
+        tokens: ``all``: all ranks have the same. ``split``: each rank calls the model with tokens
+            of its own, such as its share of a batch, as many as every other rank. Each layer
+            gathers the tokens of all ranks, and each gets the sum of its own, so that all else is
+            computed once. Gradients are then, on each rank, those of its own loss for what is
+            replicated, and those of the sum of all ranks' losses for its experts. With plan
+            ``experts`` alone.
 
     Returns:
         The rank's share.
@@ -124,6 +133,10 @@ def shard(
         RuntimeError: If ``torch.distributed`` is not initialized.
     """
     check_plan(plan)
+    if tokens not in get_args(Tokens):
+        raise ValueError(f"tokens must be one of {', '.join(get_args(Tokens))}; got {tokens!r}")
+    if tokens == "split" and plan != "experts":
+        raise ValueError(f"plan {plan!r} needs all tokens on every rank: tokens must be 'all'")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialized: start the processes with torchrun, and call "
@@ -134,9 +147,10 @@ def shard(
     if rank < 0:
         raise ValueError("this process is not in the group")
     place = _Place(rank, members.size(), members.group_name)
+    counts = EqualCounts(place.ranks, place.group) if tokens == "split" else None
     splits = _splits(model, place, plan)
     # Of the reports alone: the others hold what is released.
-    layers = tuple(layer.report() for layer in _replaced(model, place, copies=True))
+    layers = tuple(layer.report() for layer in _replaced(model, place, counts, copies=True))
     for split in splits:
         split.install(True)
     return ShardReport(*place[:2], layers, tuple(split.path for split in splits))
@@ -176,7 +190,7 @@ def sharded(
     splits = _splits(model, place, plan)
     layers: list[ShardedLayer] = []
     with ExitStack() as stack:
-        for replaced in _replaced(model, place, copies=False):
+        for replaced in _replaced(model, place, None, copies=False):
             stack.callback(replaced.undo)
             layers.append(replaced.report())
         for split in splits:
@@ -265,7 +279,9 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 
 @torch.no_grad()
-def _replaced(model: nn.Module, place: _Place, *, copies: bool) -> Iterator[_Replaced]:
+def _replaced(
+    model: nn.Module, place: _Place, counts: EqualCounts | None, *, copies: bool
+) -> Iterator[_Replaced]:
     """Gives each layer its share, and yields it; with ``copies`` it has memory of its own."""
     layers = converted_layers(model)
     if not layers:
@@ -281,7 +297,7 @@ def _replaced(model: nn.Module, place: _Place, *, copies: bool) -> Iterator[_Rep
                 "experts_weights"
             )
     for path, layer in layers.items():
-        replaced = _share(path, layer, place, copies=copies)
+        replaced = _share(path, layer, place, counts, copies=copies)
         replaced.install()
         yield replaced
 
@@ -290,7 +306,9 @@ def _is_offloaded(tensor: Tensor) -> bool:
     return not isinstance(tensor, LazyTensor) and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
-def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Replaced:
+def _share(
+    path: str, layer: nn.Module, place: _Place, counts: EqualCounts | None, *, copies: bool
+) -> _Replaced:
     packed = packed_experts.of(layer)
     parameters = experts_parameters(layer)
     if packed is None:
@@ -332,4 +350,5 @@ def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Repl
     else:
         w1, w2 = (weight.each(local) for weight in weights)
         part = PackedExperts(packed.weight_format, w1, local(packed.b1), w2, local(packed.b2))
-    return _Replaced(path, layer, LocalExperts(part, share, total, *place), parameters, packed)
+    local_experts_of_rank = LocalExperts(part, share, total, *place, counts)
+    return _Replaced(path, layer, local_experts_of_rank, parameters, packed)

@@ -42,6 +42,7 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
                 "families",
                 "heads",
                 "training",
+                "split_tokens",
                 "idle",
                 "compiled",
                 "verified",
@@ -49,7 +50,7 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
                 "communicator",
             ),
         ),
-        (4, ("training", "idle", "grouped")),
+        (4, ("training", "split_tokens", "idle", "grouped")),
     ],
 )
 def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:

@@ -25,10 +25,11 @@ from typer.testing import CliRunner
 
 import custom_ops
 import dynamo_moe
+from dynamo_moe import pytree
 from dynamo_moe.cli import app
 from dynamo_moe.language_models import example_case, performing
 from dynamo_moe.local_experts import LocalExperts
-from dynamo_moe.models import DroplessMoEMlp
+from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from dynamo_moe.modules import DroplessMoE
 from moe_architectures import ARCHITECTURES, example_inputs
 from small_models import mlp_model
@@ -120,6 +121,69 @@ def training() -> None:
     for name, expected in (("w1", whole[1].w1.mT), ("w2", whole[1].w2.mT)):
         actual = getattr(local.part, name)
         torch.testing.assert_close(actual, expected[local.share.start : local.share.stop])
+
+
+def split_tokens() -> None:
+    """Each rank gets the whole model's results of its own tokens, and gradients.
+
+    Those of replicated parameters are summed over ranks here, as data parallelism does.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for experts in (5, 1):  # With one, the other ranks have none.
+        whole = trained(experts)
+        model = copy.deepcopy(whole)
+        dynamo_moe.shard(model, tokens="split")
+        x = torch.randn(2 * ranks, 3, 8)
+        own = x.chunk(ranks)[rank]
+        expected, result = whole(x), model(own)
+        torch.testing.assert_close(result, expected.chunk(ranks)[rank])
+        for y in (expected, result):
+            y.square().sum().backward()
+        gradients = {name: each.grad for name, each in whole.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if "local_experts" not in name:
+                dist.all_reduce(parameter.grad)
+                torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+        layer: Any = model[1]
+        local: LocalExperts = layer.local_experts
+        if local.share:
+            for name in ("w1", "w2"):
+                gradient = gradients[f"1.{name}"].mT[local.share.start : local.share.stop]
+                torch.testing.assert_close(getattr(local.part, name).grad, gradient)
+        model.eval()
+        with torch.no_grad():
+            for compiled in (
+                torch.compile(model, backend="eager"),
+                torch.export.export(model, (own,)).module(),
+            ):
+                torch.testing.assert_close(compiled(own), result)
+    with pytest.raises(ValueError, match=r"the ranks have \[1, 2.*\] tokens of their own"):
+        model(torch.randn(1 + rank, 8))
+    with pytest.raises(ValueError, match="tokens must be 'all'"):
+        dynamo_moe.shard(trained(), plan="experts+heads", tokens="split")
+    with pytest.raises(ValueError, match="export a model before it is sharded"):
+        dynamo_moe.export(model, own, "nowhere.onnx")
+    split_batches()
+
+
+def split_batches() -> None:
+    """A vision model, and a language model of packed experts, of which each rank has some rows."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens = example_inputs(ARCHITECTURES["qwen3_moe"], 2 * ranks, 5)
+    cases: list[tuple[Any, dict[str, Tensor]]] = [
+        (swin_moe_digits(), {"images": torch.rand(3 * ranks, 1, 8, 8)}),
+        (ARCHITECTURES["qwen3_moe"].build(), tokens),
+    ]
+    for model, inputs in cases:
+        dynamo_moe.convert(model.eval())
+        if "images" not in inputs:
+            dynamo_moe.quantize(model, "int8")
+        own = {name: each.chunk(ranks)[rank] for name, each in inputs.items()}
+        with torch.no_grad():
+            expected = pytree.tree_leaves(model(**inputs))[0].chunk(ranks)[rank]
+            dynamo_moe.shard(model, tokens="split")
+            result = pytree.tree_leaves(model(**own))[0]
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def idle() -> None:
@@ -320,6 +384,7 @@ CASES: dict[str, Callable[[], None]] = {
         families,
         heads,
         training,
+        split_tokens,
         idle,
         compiled,
         grouped,
