@@ -33,7 +33,8 @@ from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from dynamo_moe.modules import DroplessMoE
 from moe_architectures import ARCHITECTURES, example_inputs
 from small_models import mlp_model
-from trt_plugin.engine.communicator import Communicator
+from trt_plugin.engine import EngineError
+from trt_plugin.engine.communicator import Communicator, before_joining
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
 
@@ -369,6 +370,17 @@ def communicator() -> None:
     assert [*fields.contents] == [dist.get_world_size(), dist.get_rank()]
 
 
+def unjoined() -> None:
+    """A rank without its engine ends the others, which wait for its communicator."""
+    rank = dist.get_rank()
+    if rank == 1:
+        with pytest.raises(FileNotFoundError), before_joining(dist.group.WORLD):
+            Path("nowhere.engine").read_bytes()
+    else:
+        with pytest.raises(EngineError, match=r"rank 1 of 2: .* No such file .*nowhere\.engine"):
+            Communicator(dist.group.WORLD)
+
+
 def failing() -> None:
     """The last rank ends before the others' sum."""
     model = trained().eval()
@@ -391,6 +403,7 @@ CASES: dict[str, Callable[[], None]] = {
         verified,
         broken,
         communicator,
+        unjoined,
         failing,
     )
 }
