@@ -288,9 +288,19 @@ def split_heads(path: Path, target: Any) -> None:
     )
 
 
-@pytest.mark.pairwise
+def linked(path: Path, target: Any) -> None:
+    """Three of five layers are traced, and no weight is in memory."""
+    source = ARCHITECTURES["qwen3_moe"].build(num_hidden_layers=5)
+    source.config._experts_implementation = None
+    if not path.with_name("config.json").exists():
+        source.save_pretrained(path.parent, save_original_format=False)
+    model = converted(dynamo_moe.open_checkpoint(path.parent))
+    dynamo_moe.export_language_model(model, path, ranks=4, link_weights=True, target=target)
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("write", [uneven, packed, more_than_experts, split_heads])
+@pytest.mark.parametrize("write", [uneven, packed, more_than_experts, split_heads, linked])
 def test_a_ranks_file_is_that_of_its_own_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, target: Any
 ) -> None:
