@@ -108,7 +108,8 @@ def shard(
 
     Args:
         model: The model, after :func:`convert`; plain, quantised, or opened by
-            :func:`open_checkpoint`, of which a rank then reads its own experts alone.
+            :func:`open_checkpoint`, of which :func:`read_weights` then reads the rank's experts
+            alone.
         group: The process group, or a mesh of one dimension; None: the default group. E need not be
             a multiple of its size: the first ranks have one expert more.
         plan: ``experts``: experts are split, all else is replicated. ``experts+heads``: attention

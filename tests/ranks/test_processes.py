@@ -38,6 +38,7 @@ TWO = [
     "heads",
     "training",
     "split_tokens",
+    "opened",
     "idle",
     "compiled",
     "verified",

@@ -167,6 +167,28 @@ def split_tokens() -> None:
     split_batches()
 
 
+def opened() -> None:
+    """A checkpoint of which each rank reads its share, and computes the whole model's logits."""
+    model: Any = ARCHITECTURES["qwen3_moe"].build().eval()
+    model.config._experts_implementation = None
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    inputs = example_inputs(ARCHITECTURES["qwen3_moe"], 2, 5)
+    expected = model(**inputs).logits
+    for plan in ("experts", "experts+heads"):
+        shares: Any = dynamo_moe.open_checkpoint(folder[0])
+        dynamo_moe.convert(shares)
+        dynamo_moe.shard(shares, plan=plan)
+        dynamo_moe.read_weights(shares)
+        torch.testing.assert_close(shares(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
 def split_batches() -> None:
     """A vision model, and a language model of packed experts, of which each rank has some rows."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -397,6 +419,7 @@ CASES: dict[str, Callable[[], None]] = {
         heads,
         training,
         split_tokens,
+        opened,
         idle,
         compiled,
         grouped,
