@@ -162,7 +162,7 @@ def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: Any, pa
             torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
     experts = sum(p.nbytes for n, p in one_layer().named_parameters() if ".experts." in n)
     others = sum(p.nbytes for n, p in one_layer().named_parameters() if ".experts." not in n)
-    # Scales need the greatest and the least of an expert's numbers, codes need these and the scales.
+    # Scales need an expert's greatest and least number, codes need the scales and all numbers.
     assert sum(read) == others + (5 if packed else 1) * experts // 2
 
 
