@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from custom_ops.options import Option, list_options
@@ -19,6 +20,11 @@ LIBRARY = torch.library.Library("moe", "FRAGMENT")
 #: torch has none. It is not public API.
 below_autograd: Callable[[], AbstractContextManager[None]] | None = getattr(
     torch._C, "_AutoDispatchBelowAutograd", None
+)
+
+#: From a process group's name to the group; None where this torch has none. It is not public API.
+group_of_name: Callable[[str], Any] | None = getattr(
+    getattr(torch.distributed, "distributed_c10d", None), "_resolve_process_group", None
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from custom_ops._library import LIBRARY
+from custom_ops._library import LIBRARY, group_of_name
 
 LIBRARY.define(
     "sum_over_ranks(Tensor y, int ranks, str group='') -> Tensor",
@@ -37,8 +37,9 @@ def sum_over_ranks(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
 
     Raises:
         ValueError: If ``ranks`` is below 1.
-        RuntimeError: If there is no group of this name, or a rank fails or does not answer in the
-            group's time limit.
+        RuntimeError: If this process has no group of this name and size, as where a program of
+            ``torch.export`` is loaded elsewhere; or a rank fails or does not answer in the group's
+            time limit.
 
     Example:
         >>> import torch
@@ -59,6 +60,36 @@ def copy_to_ranks(x: Tensor, group: str) -> Tensor:
         return x
     copied: Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return copied
+
+
+def gather_from_ranks(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Returns the tensors of all ranks, one after the other along the first axis.
+
+    Args:
+        x: ``[T, ...]``, contiguous, of one shape on all ranks.
+        ranks: The size of the group.
+        group: Its name.
+
+    Returns:
+        ``[ranks * T, ...]``. Its gradient is, on each rank, the sum of what all have for its part.
+    """
+    gathered: Tensor = _GatherFromRanks.apply(x, ranks, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def scatter_sum_over_ranks(y: Tensor, ranks: int, group: str) -> Tensor:
+    """Returns the rank's part of the sum over ranks: the inverse of :func:`gather_from_ranks`.
+
+    Args:
+        y: ``[ranks * T, ...]``, contiguous, of one shape on all ranks.
+        ranks: The size of the group.
+        group: Its name.
+
+    Returns:
+        ``[T, ...]``.
+    """
+    scattered: Tensor = _ScatterSumOverRanks.apply(y, ranks, group)  # type: ignore[no-untyped-call]
+    return scattered
 
 
 def sum_gradient_over_ranks(parameter: Tensor, group: str) -> RemovableHandle:
@@ -86,6 +117,28 @@ class _CopyToRanks(torch.autograd.Function):
         return _all_reduced(gradients[0].contiguous(), ctx.group), None
 
 
+class _GatherFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.place = ranks, group
+        return _gathered(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(gradients[0].contiguous(), *ctx.place), None, None
+
+
+class _ScatterSumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.place = ranks, group
+        return _scattered(y, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(gradients[0].contiguous(), *ctx.place), None, None
+
+
 @torch.library.register_fake("moe::sum_over_ranks", lib=LIBRARY)
 def _sum_over_ranks_fake(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
     _check(ranks)
@@ -96,12 +149,49 @@ def _sum_over_ranks_fake(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
 def _sum_over_ranks_forward(y: Tensor, ranks: int, group: str = ALONE) -> Tensor:
     _check(ranks)
     part = y.contiguous()
-    return part.clone() if group == ALONE else _all_reduced(part, group)
+    if group == ALONE:
+        return part.clone()
+    check_group(group, ranks)
+    return _all_reduced(part, group)
+
+
+def check_group(name: str, ranks: int) -> None:
+    """Checks that a name is still that of the group: a number that PyTorch gives again.
+
+    Raises:
+        RuntimeError: If there is no such group, or one of another size.
+    """
+    if group_of_name is None:
+        return
+    try:
+        size = group_of_name(name).size()
+    except RuntimeError:
+        size = None
+    if size != ranks:
+        found = "no group of this name" if size is None else f"one of {size}"
+        raise RuntimeError(
+            f"the model is for {ranks} ranks in the process group {name!r}, and this process has "
+            f"{found}: a process that loads a program makes the groups that it was exported with"
+        )
 
 
 def _all_reduced(part: Tensor, group: str) -> Tensor:
     collectives = torch.ops._c10d_functional
     result: Tensor = collectives.wait_tensor(collectives.all_reduce(part, "sum", group))
+    return result
+
+
+def _gathered(x: Tensor, ranks: int, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    gathered: Tensor = collectives.all_gather_into_tensor(x, ranks, group)
+    result: Tensor = collectives.wait_tensor(gathered)
+    return result
+
+
+def _scattered(y: Tensor, ranks: int, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    scattered: Tensor = collectives.reduce_scatter_tensor(y, "sum", ranks, group)
+    result: Tensor = collectives.wait_tensor(scattered)
     return result
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dynamo_moe.training import TrainingReport, export_training
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
     from dynamo_moe.weights.checkpoints import open_checkpoint, open_tensors
+    from dynamo_moe.weights.reading import read_weights
 
 __all__ = [
     # Converting
@@ -60,6 +61,7 @@ __all__ = [
     # Opening checkpoints
     "open_checkpoint",
     "open_tensors",
+    "read_weights",
     "load_infmoe",
     # Exporting
     "export",
@@ -109,6 +111,7 @@ _HOME = {
     "ShardReport": "sharding",
     "open_checkpoint": "weights.checkpoints",
     "open_tensors": "weights.checkpoints",
+    "read_weights": "weights.reading",
     "load_infmoe": "conversion.infmoe",
     "export": "exporting",
     "export_language_model": "language_models",

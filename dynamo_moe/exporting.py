@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.export import ExportedProgram
 
-from dynamo_moe import pytree
+from dynamo_moe import local_experts, pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.export_report import ExportReport
@@ -196,6 +196,7 @@ def export(
     started = time.perf_counter()
     check_model(model)
     model = unwrapped(model)
+    local_experts.need_common_tokens(model)
     path = Path(path)
     lowered_for = chosen_target(target, body)
     newest = onnx.defs.onnx_opset_version()
@@ -242,8 +243,10 @@ def export(
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
 
-            def write(form: _Form, file: Path, arguments: _Arguments) -> _Written:
-                return _write(model, arguments, dynamic_shapes, form, file, external_data)
+            def write(
+                form: _Form, file: Path, arguments: _Arguments, known: _Trace | None = None
+            ) -> _Written:
+                return _write(model, arguments, dynamic_shapes, form, file, external_data, known)
 
             if ranks is None:
                 written = [write(form, path, arguments)]
@@ -275,7 +278,7 @@ def export(
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path) if sampled else (),
-        blocks=tuple(first.blocks),
+        blocks=tuple(first.trace.blocks),
         notes=(*dict.fromkeys(note for each in written for note in each.notes), *warned),
         ranks=ranks,
     )
@@ -310,7 +313,7 @@ class _Written(NamedTuple):
     layers: list[metadata.Layer]
     operators: Counter[str]
     parameters_bytes: int
-    blocks: list[str]
+    trace: _Trace
     notes: list[str]
 
 
@@ -355,22 +358,31 @@ def _share_of_example(arguments: _Arguments, form: _Form, rank: int, ranks: int)
 
 
 def _write_ranks(
-    write: Callable[[_Form, Path, _Arguments], _Written],
+    write: Callable[[_Form, Path, _Arguments, _Trace | None], _Written],
     model: torch.nn.Module,
     arguments: _Arguments,
     form: _Form,
     path: Path,
     split: tuple[int, Plan],
 ) -> list[_Written]:
-    """Writes a file for each rank, which take their places once all are written."""
+    """Writes a file for each rank, which take their places once all are written.
+
+    The graphs of ranks whose tensors have the same layout differ in their values alone, so one
+    trace is enough: with uneven shares two, for each number of experts.
+    """
     ranks, plan = split
     form = form._replace(of_ranks=uuid.uuid4().hex)
     written: list[_Written] = []
+    layout, trace = None, None
     try:
         for rank in range(ranks):
             part = path.with_name(f".{rank_path(path, rank).name}")
             with sharded(model, rank, ranks, plan):
-                written.append(write(form, part, _share_of_example(arguments, form, rank, ranks)))
+                if layout != _layout(model):
+                    layout, trace = _layout(model), None
+                share = _share_of_example(arguments, form, rank, ranks)
+                written.append(write(form, part, share, trace))
+                trace = written[-1].trace
         return [
             each._replace(files=model_files.rename_model(each.files, rank_path(path, rank)))
             for rank, each in enumerate(written)
@@ -383,17 +395,21 @@ def _write_ranks(
 
 def _write(
     model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: _Arguments,
     dynamic_shapes: DynamicShapes,
     form: _Form,
     path: Path,
     external_data: bool | None,
+    known: _Trace | None = None,
 ) -> _Written:
+    """Writes a file of a model; a trace may be known that was made with weights of its layout."""
     with _exporting(), autocast_inside(model):
         _check_values(model)
-        example = resolve(model, *arguments, dynamic_shapes)
-        graph = _graph(model, arguments, example, form)
-        model_ir, layers = graph.model, graph.layers
+        if known is None:
+            graph = _graph(model, arguments, resolve(model, *arguments, dynamic_shapes), form)
+        else:
+            graph = _graph_of_trace(model, known, form)
+        model_ir, layers, trace = graph.model, graph.layers, graph.trace
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
@@ -401,34 +417,54 @@ def _write(
         file_form.store_linear(model_ir, model)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        inputs.store(model_ir, tensors, graph.sizes)
+        inputs.store(model_ir, tensors, trace.sizes)
         if form.link_weights:
             placeholders.link(model_ir, path.parent)
         checked = check_graph(model_ir, graph.copies)
     files = model_files.save_model(model_ir, path, external_data, checked)
     activations = {layer.attributes["activation"] for layer in layers}
     notes = lowering.notes(model_ir, activations, form.target)
-    notes += [*dequantized_weights.notes(model_ir), *graph.notes]
+    notes += [*dequantized_weights.notes(model_ir), *trace.notes]
     size = model_files.model_bytes(model_ir)
-    return _Written(files, layers, _operators(graph), size, graph.blocks, notes)
+    return _Written(files, layers, _operators(graph), size, trace, notes)
+
+
+class _Trace(NamedTuple):
+    """A model as it was traced and translated, and what a user should know of how it was done."""
+
+    model: ir.Model  # without weights, where it is for several ranks
+    sharing: SharedTrace | None
+    notes: list[str]
+    sizes: set[int]  # that its decisions name
+    blocks: list[str]
 
 
 class _Graph(NamedTuple):
-    """A graph as it is written, its MoE layers, and what a user should know of how it was made."""
+    """A graph as it is written, and its MoE layers."""
 
     model: ir.Model
     copies: Copies  # of its nodes, which the file has beside them
     layers: list[metadata.Layer]
-    blocks: list[str]
-    notes: list[str]
-    sizes: set[int]  # that decisions of the trace name
+    trace: _Trace
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _layout(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns what a trace knows of a model's tensors: all but their values."""
+    return {
+        name: (tensor.shape, tensor.stride(), tensor.dtype)
+        for name, tensor in _named_tensors(model).items()
+    }
 
 
 def _graph(
-    model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    example: DynamicExample,
-    form: _Form,
+    model: torch.nn.Module, arguments: _Arguments, example: DynamicExample, form: _Form
 ) -> _Graph:
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
     with evaluating(model):
@@ -439,15 +475,19 @@ def _graph(
             except NotSharedError as error:
                 reason = f"traced one by one: {error}"
         with placeholders.placeholders(model) as lazies:
-            graph = _graph_with(model, arguments, example, form, lazies)
-        return graph._replace(blocks=[reason] if reason else [])
+            trace = _traced(model, arguments, example, form, lazies)
+            trace.blocks.extend([reason] if reason else [])
+            return _formed(model, trace, form, lazies)
+
+
+def _graph_of_trace(model: torch.nn.Module, trace: _Trace, form: _Form) -> _Graph:
+    """Returns the optimised graph of a model, of a trace that was made with other weights."""
+    with evaluating(model), placeholders.placeholders(model) as lazies:
+        return _formed(model, trace, form, lazies)
 
 
 def _shared_graph(
-    model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    example: DynamicExample,
-    form: _Form,
+    model: torch.nn.Module, arguments: _Arguments, example: DynamicExample, form: _Form
 ) -> _Graph:
     """Returns the graph of a model whose equal blocks are passed over, if it has any.
 
@@ -459,7 +499,8 @@ def _shared_graph(
         sharing = SharedTrace(equal) if equal.runs else None
         try:
             with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
-                graph = _graph_with(model, arguments, example, form, lazies, sharing)
+                trace = _traced(model, arguments, example, form, lazies, sharing)
+                graph = _formed(model, trace, form, lazies)
         except (ExportError, NotSharedError) as error:
             if sharing is None:
                 raise
@@ -468,17 +509,18 @@ def _shared_graph(
             failed = "" if isinstance(error, NotSharedError) else "the model fails without some: "
             headline = str(error).partition("\n")[0]
             raise NotSharedError(f"{failed}{headline}") from error
-    return graph._replace(blocks=equal.report())
+    trace.blocks.extend(equal.report())
+    return graph
 
 
-def _graph_with(
+def _traced(
     model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: _Arguments,
     example: DynamicExample,
     form: _Form,
     lazies: placeholders.Lazies,
     sharing: SharedTrace | None = None,
-) -> _Graph:
+) -> _Trace:
     trials = SizeTrials(model, example, has_values=lazies.are_in_memory, prepare=lazies.fill)
     program = captured(
         model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
@@ -489,9 +531,29 @@ def _graph_with(
     needed = dequantized_weights.opset_of(lazies)
     opset = form.opset or max(needed, form.target.opset)
     traced, fallback = translated(program, example, trials, opset, retraces=sharing is None)
-    units = _units(traced, sharing, lazies) if sharing is not None else []
-    _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
+    if form.of_ranks:
+        placeholders.detach(traced, _named_tensors(model))
+    notes = [*([fallback] if fallback else []), *trials.notes]
+    if constants:
+        notes.append(
+            f"results that are no tensors are not in the file: {', '.join(map(repr, constants))}"
+        )
+    if form.layers_as_functions and not (sharing is not None and sharing.units):
+        notes.append("no blocks were found that could be calls of one function")
+    return _Trace(traced, sharing, notes, trials.sizes, [])
+
+
+def _formed(
+    model: torch.nn.Module, trace: _Trace, form: _Form, lazies: placeholders.Lazies
+) -> _Graph:
+    """Gives a model's graph the form of its target; of a trace for several ranks, a copy of it."""
+    graph = trace.model
+    if form.of_ranks:
+        graph = graph.clone()
+        placeholders.attach_named(graph, _named_tensors(model), lazies)
+    units = _units(graph, trace.sharing, lazies) if trace.sharing is not None else []
+    _rename("input_names", graph.graph.inputs, form.input_names)
     graph_form = Form(
         form.target,
         form.body,
@@ -500,15 +562,8 @@ def _graph_with(
         form.fuse,
         form.shared_cache,
     )
-    layers, copies = give_form(traced, graph_form, units)
-    notes = [*([fallback] if fallback else []), *trials.notes]
-    if constants:
-        notes.append(
-            f"results that are no tensors are not in the file: {', '.join(map(repr, constants))}"
-        )
-    if form.layers_as_functions and not units:
-        notes.append("no blocks were found that could be calls of one function")
-    return _Graph(traced, copies, layers, [], notes, trials.sizes)
+    layers, copies = give_form(graph, graph_form, units)
+    return _Graph(graph, copies, layers, trace)
 
 
 def _units(traced: ir.Model, sharing: SharedTrace, lazies: placeholders.Lazies) -> list[Units]:

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import RouterOptions
-from custom_ops.ranks import copy_to_ranks
+from custom_ops.ranks import (
+    check_group,
+    copy_to_ranks,
+    gather_from_ranks,
+    scatter_sum_over_ranks,
+)
 from custom_ops.routing import route
 
 #: The name of the module within a layer.
@@ -44,14 +49,51 @@ class PlainExperts(nn.Module):
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.experts` with these weights."""
-        return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2, **options)
+        return custom_ops.experts(x, ids, weights, *self.weights(), **options)
+
+    def weights(self) -> ExpertWeights:
+        """Returns the weights."""
+        return ExpertWeights(self.w1, self.b1, self.w2, self.b2)
+
+
+class EqualCounts:
+    """Checks that all ranks have as many tokens, as collectives need them to.
+
+    It waits for the host, once for each number.
+
+    Args:
+        ranks: The size of the group.
+        group: Its name.
+    """
+
+    def __init__(self, ranks: int, group: str) -> None:
+        self._ranks, self._group = ranks, group
+        self._known: set[int] = set()
+
+    def check(self, x: Tensor) -> None:
+        """Checks the number of rows, but not while a model is traced.
+
+        Raises:
+            ValueError: If it is another one on another rank.
+        """
+        if torch.compiler.is_compiling() or len(x) in self._known:
+            return
+        check_group(self._group, self._ranks)
+        own = torch.tensor([len(x)], device=x.device)
+        counts = gather_from_ranks(own, self._ranks, self._group).tolist()
+        if len({*counts}) > 1:
+            raise ValueError(
+                f"the ranks have {counts} tokens of their own: with tokens='split' all need as "
+                "many, so pad the last batch"
+            )
+        self._known.add(len(x))
 
 
 class LocalExperts(nn.Module):
     """The experts of a layer that one rank of a group has, consecutive ones.
 
     A token's experts on other ranks get the id -1, the rank's own compute, and the parts of all
-    ranks are summed. No token moves.
+    ranks are summed. No token moves, or all are gathered before.
 
     Args:
         part: The rank's experts, with a method ``experts`` as :class:`PlainExperts` has it. A rank
@@ -62,28 +104,62 @@ class LocalExperts(nn.Module):
         rank: The rank, in ``0..ranks-1``.
         ranks: The size of the group.
         group: Its name; empty: no other rank is there, and the results are the rank's parts.
+        counts: Where each rank has its own tokens; None: all have the same.
     """
 
+    local_ids: Tensor
+
     def __init__(
-        self, part: nn.Module, share: range, total: int, rank: int, ranks: int, group: str
+        self,
+        part: nn.Module,
+        share: range,
+        total: int,
+        rank: int,
+        ranks: int,
+        group: str,
+        counts: EqualCounts | None = None,
     ) -> None:
         super().__init__()
         self.part = part
         self.share, self.total = share, total
         self.rank, self.ranks, self.group = rank, ranks, group
+        self.counts = counts
+        # The number of each id from -1 on among the rank's own. In a tensor, so that the graphs of
+        # ranks with as many experts differ in tensors alone.
+        numbers = torch.full((1 + total,), -1)
+        numbers[1 + share.start : 1 + share.stop] = torch.arange(len(share))
+        own = next(part.parameters(), None)
+        device = next(part.buffers()).device if own is None else own.device
+        self.register_buffer("local_ids", numbers.to(device), persistent=False)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.experts` with the experts of all ranks."""
         residual = options.pop("residual", False)
-        local = ids - self.share.start
-        local = torch.where((local >= 0) & (local < len(self.share)), local, -1)
+        if self.counts is not None:
+            y = self._of_own_tokens(x, ids, weights, self.counts, options)
+            return x + y if residual else y
         part: Any = self.part
-        y: Tensor = part.experts(
-            copy_to_ranks(x, self.group), local, copy_to_ranks(weights, self.group), **options
+        y = part.experts(
+            copy_to_ranks(x, self.group),
+            self.local_ids[ids + 1],
+            copy_to_ranks(weights, self.group),
+            **options,
         )
         if self.ranks > 1:
             y = custom_ops.sum_over_ranks(y, self.ranks, self.group)
         return x + y if residual else y
+
+    def _of_own_tokens(
+        self, x: Tensor, ids: Tensor, weights: Tensor, counts: EqualCounts, options: dict[str, Any]
+    ) -> Tensor:
+        rows = [each.reshape(-1, each.shape[-1]).contiguous() for each in (x, ids, weights)]
+        counts.check(rows[0])
+        x_TD, ids_TK, weights_TK = (
+            gather_from_ranks(each, self.ranks, self.group) for each in rows
+        )
+        part: Any = self.part
+        y_TD = part.experts(x_TD, self.local_ids[ids_TK + 1], weights_TK, **options)
+        return scatter_sum_over_ranks(y_TD, self.ranks, self.group).reshape(x.shape)
 
     def dropless(
         self,
@@ -119,6 +195,21 @@ def of(layer: nn.Module) -> LocalExperts | None:
     """Returns a rank's share of a layer's experts; None if the layer is not sharded."""
     module = getattr(layer, NAME, None)
     return module if isinstance(module, LocalExperts) else None
+
+
+def need_common_tokens(model: nn.Module) -> None:
+    """Checks that a model has no layer whose tokens are split among ranks.
+
+    Raises:
+        ValueError: If it has one.
+    """
+    for path, layer in model.named_modules():
+        local = of(layer)
+        if local is not None and local.counts is not None:
+            raise ValueError(
+                f"the tokens of {path!r} are split among ranks, for which there are no files: "
+                "export a model before it is sharded"
+            )
 
 
 def need_whole(layers: Mapping[str, nn.Module], doing: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ def offload(
     device: torch.device | str = "cuda",
 ) -> dict[str, int]:
     """Moves the experts of a converted model to host memory, and all else to a CUDA device.
+
+    Of a model that is sharded, these are the rank's own experts.
 
     The device keeps R experts of each layer. A call copies those that it needs and that are not
     there in place of those that were used the longest time ago, and computes the same bits as with
@@ -66,7 +68,6 @@ def offload(
     layers = converted_layers(model)
     if not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
-    local_experts.need_whole(layers, "only whole layers are offloaded")
     if isinstance(resident_experts, Mapping):
         unknown = [path for path in resident_experts if path not in layers]
         if unknown:
@@ -90,7 +91,7 @@ def offload(
         packed = packed_experts.of(module)
         if packed is None:
             w1, w2 = moved
-            if isinstance(module, ConvertedLayer):
+            if _keeps_weights(module):
                 module.keep_weights(w1, w2)
             custom_ops.offload_experts(w1, w2, residents[path], device)
         else:
@@ -116,7 +117,7 @@ def _weights(path: str, module: nn.Module) -> tuple[Tensor, ...]:
     parameters = experts_parameters(module)
     w1: Tensor
     w2: Tensor
-    if isinstance(module, ConvertedLayer):
+    if _keeps_weights(module):
         w1, w2 = module.kept_weights()
     else:
         w1, w2 = (parameter for parameter in parameters.values() if parameter.ndim == 3)
@@ -128,6 +129,15 @@ def _weights(path: str, module: nn.Module) -> tuple[Tensor, ...]:
                 "operators read them, which therefore take a copy"
             )
     return w1.detach(), w2.detach()
+
+
+def _keeps_weights(module: nn.Module) -> TypeGuard[ConvertedLayer]:
+    """Whether a layer's own weights are made of its parameters: not packed, nor a rank's share."""
+    return (
+        isinstance(module, ConvertedLayer)
+        and packed_experts.of(module) is None
+        and local_experts.of(module) is None
+    )
 
 
 def _sizes(path: str, module: nn.Module) -> _Sizes:
@@ -198,7 +208,7 @@ def _pin(path: str, module: nn.Module, near: Mapping[int, list[Tensor]]) -> tupl
         _moved(weight, memory, near[_storage(weight)])
         for weight, memory in zip(weights, pinned, strict=True)
     )
-    if isinstance(module, ConvertedLayer) and packed_experts.of(module) is None:
+    if _keeps_weights(module):
         module.keep_weights(*moved)
     return moved
 

@@ -94,8 +94,9 @@ def _narrow(tensor: Tensor | None) -> Tensor | None:
 
 
 def of(layer: nn.Module) -> PackedExperts | None:
-    """Returns a layer's packed experts; None if its weights are not packed."""
-    module = getattr(layer, NAME, None)
+    """Returns a layer's packed experts, or a rank's of them; None if they are not packed."""
+    local = local_experts.of(layer)
+    module = getattr(layer, NAME, None) if local is None else local.part
     return module if isinstance(module, PackedExperts) else None
 
 
@@ -135,7 +136,11 @@ def dropless(
 
 
 def pack(layer: nn.Module, packed: PackedExperts, parameters: list[str]) -> None:
-    """Gives a layer packed experts in the place of parameters, by their paths."""
+    """Gives a layer packed experts in the place of parameters, by their paths, or of a rank's."""
+    local = local_experts.of(layer)
+    if local is not None:
+        local.part = packed
+        return
     for path in parameters:
         owner, _, name = path.rpartition(".")
         layer.get_submodule(owner).register_parameter(name, None)

@@ -31,6 +31,7 @@ from dynamo_moe.conversion.packing import (
 )
 from dynamo_moe.json_values import json_values
 from dynamo_moe.packed_experts import PackedExperts
+from dynamo_moe.tensor_parallel import ColumnLinear, RowLinear
 from dynamo_moe.weights import packed_linear
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.rounding import rounded, scales_dtype
@@ -182,7 +183,6 @@ def quantize(
     layers = converted_layers(model)
     if weight_format is not None and not layers:
         raise ValueError("the model has no layers on torch.ops.moe; convert it first")
-    local_experts.need_whole(layers, "quantise a model before")
     left = [path for path, module in layers.items() if packed_experts.of(module) is not None]
     taken = {path: module for path, module in layers.items() if path not in left}
     done: list[QuantizedLayer] = []
@@ -315,16 +315,16 @@ def _check_experts(model: nn.Module, layers: Mapping[str, nn.Module], rounding: 
         for name, weight in _detached(module).items():
             if misfit := rounding.misfit(f"{path}.{name}", weight):
                 raise ValueError(misfit)
-            for expert, matrix in enumerate(weight) if _has_values(weight) else ():
+            for expert, matrix in enumerate(weight, _first(module)) if _has_values(weight) else ():
                 _check_finite(f"{path}.{name}, expert {expert},", matrix)
 
 
 def _pack_experts(path: str, module: nn.Module, rounding: _Rounding) -> QuantizedLayer:
-    weights = _detached(module)
+    weights, first = _detached(module), _first(module)
     w1, w2 = (
         PackedWeight.stacked([
-            rounding.packed(f"{path}.{name}", expert, weight[expert])
-            for expert in range(len(weight))
+            rounding.packed(f"{path}.{name}", first + place, weight[place])
+            for place in range(len(weight))
         ])
         for name, weight in weights.items()
     )  # fmt: skip
@@ -332,6 +332,12 @@ def _pack_experts(path: str, module: nn.Module, rounding: _Rounding) -> Quantize
     pack_layer(module, PackedExperts(rounding.encoding.name, w1, b1, w2, b2))
     before = sum(weight.nbytes for weight in weights.values())
     return QuantizedLayer(path, before, _bytes(w1) + _bytes(w2))
+
+
+def _first(module: nn.Module) -> int:
+    """Returns the number of the first expert that a layer has."""
+    local = local_experts.of(module)
+    return local.share.start if local is not None and local.share else 0
 
 
 def _detached(module: nn.Module) -> dict[str, Tensor]:
@@ -357,6 +363,11 @@ def _linear_layers(
     found, plain = linear_layers(model, layers, ignore)
     misfits = {path: rounding.misfit("it", layer.weight) for path, layer in found.items()}
     plain |= {path: misfit for path, misfit in misfits.items() if misfit}
+    plain |= {
+        path: "it is split among ranks"
+        for path, module in model.named_modules()
+        if isinstance(module, (ColumnLinear, RowLinear))
+    }
     found = {path: layer for path, layer in found.items() if not misfits[path]}
     for path, layer in found.items():
         if _has_values(layer.weight):

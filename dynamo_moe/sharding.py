@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from custom_ops.expert_weights import ExpertWeights
@@ -26,13 +26,15 @@ from dynamo_moe.conversion.packing import (
     shared_weights,
 )
 from dynamo_moe.json_values import json_values
-from dynamo_moe.local_experts import LocalExperts, PlainExperts
+from dynamo_moe.local_experts import EqualCounts, LocalExperts, PlainExperts
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.tensor_parallel import Split
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 Plan = Literal["experts", "experts+heads"]
+
+Tokens = Literal["all", "split"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def shard(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     plan: Plan = "experts",
+    tokens: Tokens = "all",
 ) -> ShardReport:
     """Leaves a converted model the experts of this process's rank, in place.
 
@@ -105,24 +108,36 @@ def shard(
 
     Args:
         model: The model, after :func:`convert`; plain, quantised, or opened by
-            :func:`open_checkpoint`, of which a rank then reads its own experts alone.
+            :func:`open_checkpoint`, of which :func:`read_weights` then reads the rank's experts
+            alone.
         group: The process group, or a mesh of one dimension; None: the default group. E need not be
             a multiple of its size: the first ranks have one expert more.
         plan: ``experts``: experts are split, all else is replicated. ``experts+heads``: attention
             is split by heads too, and shared experts and dense layers by columns, as far as
             ``model.tp_plan`` of transformers says so; a cache then holds the rank's heads alone.
+        tokens: ``all``: all ranks have the same. ``split``: each rank calls the model with tokens
+            of its own, such as its share of a batch, as many as every other rank. Each layer
+            gathers the tokens of all ranks, and each gets the sum of its own, so that all else is
+            computed once. Gradients are then, on each rank, those of its own loss for what is
+            replicated, and those of the sum of all ranks' losses for its experts. With plan
+            ``experts`` alone.
 
     Returns:
         The rank's share.
 
     Raises:
         ValueError: If there is no layer, a layer is sharded already, experts' weights are shared
-            with another layer or not known, this process is not in the group, or the plan is
-            unknown; with ``experts+heads``, if the model has no plan for it, or one with a style
-            that is not known here, or ranks cannot share heads evenly. The model is as it was then.
+            with another layer, offloaded or not known, this process is not in the group, or the
+            plan is unknown; with ``experts+heads``, if the model has no plan for it, or one with a
+            style that is not known here, or ranks cannot share heads evenly. The model is as it was
+            then.
         RuntimeError: If ``torch.distributed`` is not initialized.
     """
     check_plan(plan)
+    if tokens not in get_args(Tokens):
+        raise ValueError(f"tokens must be one of {', '.join(get_args(Tokens))}; got {tokens!r}")
+    if tokens == "split" and plan != "experts":
+        raise ValueError(f"plan {plan!r} needs all tokens on every rank: tokens must be 'all'")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialized: start the processes with torchrun, and call "
@@ -133,9 +148,10 @@ def shard(
     if rank < 0:
         raise ValueError("this process is not in the group")
     place = _Place(rank, members.size(), members.group_name)
+    counts = EqualCounts(place.ranks, place.group) if tokens == "split" else None
     splits = _splits(model, place, plan)
     # Of the reports alone: the others hold what is released.
-    layers = tuple(layer.report() for layer in _replaced(model, place, copies=True))
+    layers = tuple(layer.report() for layer in _replaced(model, place, counts, copies=True))
     for split in splits:
         split.install(True)
     return ShardReport(*place[:2], layers, tuple(split.path for split in splits))
@@ -175,7 +191,7 @@ def sharded(
     splits = _splits(model, place, plan)
     layers: list[ShardedLayer] = []
     with ExitStack() as stack:
-        for replaced in _replaced(model, place, copies=False):
+        for replaced in _replaced(model, place, None, copies=False):
             stack.callback(replaced.undo)
             layers.append(replaced.report())
         for split in splits:
@@ -213,7 +229,7 @@ class _Replaced(NamedTuple):
     packed: PackedExperts | None
 
     def report(self) -> ShardedLayer:
-        stored = [*self.share.parameters(), *self.share.buffers()]
+        stored = [*self.share.part.parameters(), *self.share.part.buffers()]
         numbers, size = self.share.share, sum(tensor.nbytes for tensor in stored)
         return ShardedLayer(self.path, numbers.start, len(numbers), self.share.total, size)
 
@@ -264,7 +280,9 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 
 @torch.no_grad()
-def _replaced(model: nn.Module, place: _Place, *, copies: bool) -> Iterator[_Replaced]:
+def _replaced(
+    model: nn.Module, place: _Place, counts: EqualCounts | None, *, copies: bool
+) -> Iterator[_Replaced]:
     """Gives each layer its share, and yields it; with ``copies`` it has memory of its own."""
     layers = converted_layers(model)
     if not layers:
@@ -280,12 +298,18 @@ def _replaced(model: nn.Module, place: _Place, *, copies: bool) -> Iterator[_Rep
                 "experts_weights"
             )
     for path, layer in layers.items():
-        replaced = _share(path, layer, place, copies=copies)
+        replaced = _share(path, layer, place, counts, copies=copies)
         replaced.install()
         yield replaced
 
 
-def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Replaced:
+def _is_offloaded(tensor: Tensor) -> bool:
+    return not isinstance(tensor, LazyTensor) and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def _share(
+    path: str, layer: nn.Module, place: _Place, counts: EqualCounts | None, *, copies: bool
+) -> _Replaced:
     packed = packed_experts.of(layer)
     parameters = experts_parameters(layer)
     if packed is None:
@@ -295,6 +319,11 @@ def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Repl
     else:
         weights = packed.packed_weights()
         total = weights[0].values.shape[0]
+    if any(map(_is_offloaded, parameters.values() if packed is None else packed.buffers())):
+        raise ValueError(
+            f"the experts of {path!r} are in pinned memory, as offload leaves them: offload a "
+            "model once it is sharded"
+        )
     share = share_of(total, place.rank, place.ranks)
     stored = share or range(1)
     memory = {
@@ -322,4 +351,5 @@ def _share(path: str, layer: nn.Module, place: _Place, *, copies: bool) -> _Repl
     else:
         w1, w2 = (weight.each(local) for weight in weights)
         part = PackedExperts(packed.weight_format, w1, local(packed.b1), w2, local(packed.b2))
-    return _Replaced(path, layer, LocalExperts(part, share, total, *place), parameters, packed)
+    local_experts_of_rank = LocalExperts(part, share, total, *place, counts)
+    return _Replaced(path, layer, local_experts_of_rank, parameters, packed)

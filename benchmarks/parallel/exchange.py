@@ -81,15 +81,29 @@ def homes(shape: Shape, ranks: int) -> np.ndarray:
     return np.concatenate([np.full(len(share), rank) for rank, share in enumerate(shares)])
 
 
-def moved_tokens(ids_TK: np.ndarray, home_E: np.ndarray, ranks: int) -> int:
-    """Returns how many tokens the busiest rank sends, or receives, if token t lies on t mod N."""
-    goes_TN = np.zeros((len(ids_TK), ranks), bool)
-    np.put_along_axis(goes_TN, home_E[ids_TK], True, axis=1)
-    at_T = np.arange(len(ids_TK)) % ranks
-    goes_TN[np.arange(len(ids_TK)), at_T] = False
-    received = goes_TN.sum(0)
-    sent = np.bincount(at_T, goes_TN.sum(1), ranks)
-    return int(max(received.max(), sent.max()))
+def moves(ids_TK: np.ndarray, home_E: np.ndarray, ranks: int) -> np.ndarray:
+    """Returns how many tokens go from a rank to another ``[N, N]``, if token t lies on t mod N."""
+    goes_TN = np.zeros((len(ids_TK), ranks), int)
+    np.put_along_axis(goes_TN, home_E[ids_TK], 1, axis=1)
+    counts_NN = np.zeros((ranks, ranks), int)
+    np.add.at(counts_NN, np.arange(len(ids_TK)) % ranks, goes_TN)
+    np.fill_diagonal(counts_NN, 0)
+    return counts_NN
+
+
+def moved_tokens(moves_NN: np.ndarray) -> int:
+    """Returns how many tokens the busiest rank sends, or receives."""
+    return int(max(moves_NN.sum(0).max(), moves_NN.sum(1).max()))
+
+
+def busiest_pair(moves_NN: np.ndarray, tokens: int) -> float:
+    """Returns the share of a rank's tokens that go to the rank to which most of them go.
+
+    A buffer of one size for each pair of ranks holds as many.
+    """
+    ranks = len(moves_NN)
+    on_N = np.bincount(np.arange(tokens) % ranks, minlength=ranks)
+    return float((moves_NN.max(1) / np.maximum(on_N, 1)).max())
 
 
 def all_to_all_seconds(shape: Shape, moved: int, link: Link) -> float:
@@ -133,7 +147,8 @@ def rows_of(shape: Shape, kind: str) -> list[dict[str, Any]]:
         home_E = homes(shape, ranks)
         for tokens in TOKENS:
             chosen = np.resize(ids_TK, (tokens, ids_TK.shape[1]))
-            moved = moved_tokens(chosen, home_E, ranks)
+            moves_NN = moves(chosen, home_E, ranks)
+            moved = moved_tokens(moves_NN)
             times = {
                 link.name: {
                     "all-reduce": all_reduce_seconds(shape, tokens, ranks, link),
@@ -151,6 +166,7 @@ def rows_of(shape: Shape, kind: str) -> list[dict[str, Any]]:
                         "all-reduce": 2 * (ranks - 1) / ranks * shape.width * _BYTES,
                         "all-to-all": 2 * moved * shape.width * _BYTES / tokens,
                     },
+                    "busiest pair": busiest_pair(moves_NN, tokens),
                     "imbalance": [imbalance(chosen, home_E, ranks, more) for more in REPLICAS],
                     "seconds": times,
                 }
@@ -194,7 +210,7 @@ def report(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
     shown = [row for row in rows if row["routing"] == kind and row["tokens"] in (16, 4096)]
     columns = ["model", "ranks", "tokens", "all-reduce, KB a token", "all-to-all, KB a token"]
     columns += [f"{link.name}, us" for link in LINKS]
-    columns += [f"imbalance, {more} replicas" for more in REPLICAS]
+    columns += ["busiest pair", *(f"imbalance, {more} replicas" for more in REPLICAS)]
     cells = []
     for row in shown:
         bytes_of = row["bytes of a token"]
@@ -203,7 +219,8 @@ def report(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
             for link in LINKS
         ]
         sizes = [bytes_of["all-reduce"] / 1e3, bytes_of["all-to-all"] / 1e3]
-        cells.append([row["model"], row["ranks"], row["tokens"], *sizes, *times, *row["imbalance"]])
+        cells.append([row["model"], row["ranks"], row["tokens"], *sizes, *times])
+        cells[-1] += [row["busiest pair"], *row["imbalance"]]
     return table(f"{kind} routing; times of all-reduce / all-to-all", columns, cells)
 
 

@@ -277,11 +277,11 @@ class ConvertedLayer(ConvertedModule):
         call = None if self.training else self._dynamo_moe_spec.call(args, kwargs)
         if call is not None:
             return self._dynamo_moe_spec(self, *call, self._dynamo_moe_weights)
-        is_packed = packed_experts.of(self) is not None
-        if is_packed or local_experts.of(self) is not None:
+        is_sharded = local_experts.of(self) is not None
+        if is_sharded or packed_experts.of(self) is not None:
             raise NotImplementedError(
                 f"the experts of {self._dynamo_moe_original.__name__} are "
-                f"{'packed' if is_packed else 'sharded'}: it computes in evaluation mode alone, "
+                f"{'sharded' if is_sharded else 'packed'}: it computes in evaluation mode alone, "
                 "for calls like those that it was compared with"
             )
         if not self.training:

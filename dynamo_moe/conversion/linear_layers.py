@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from dynamo_moe import packed_experts
+from dynamo_moe import local_experts, packed_experts
 from dynamo_moe.conversion.packing import experts_parameters, experts_weights
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -105,6 +105,9 @@ def _is_router(path: str, module: nn.Linear, scope: str, layer: nn.Module) -> bo
 
 
 def _experts(layer: nn.Module) -> int:
+    local = local_experts.of(layer)
+    if local is not None:
+        return local.total
     packed = packed_experts.of(layer)
     if packed is not None:
         return len(packed.packed_weights()[0].values)

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from custom_ops.expert_weights import ExpertWeights
-from dynamo_moe import packed_experts
+from dynamo_moe import local_experts, packed_experts
 from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
+from dynamo_moe.local_experts import PlainExperts
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.weights.packed_tensors import is_decoding, packed_pair
@@ -25,16 +26,29 @@ def converted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def experts_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a layer's experts by their path in it; none if they are packed."""
+    """Returns the parameters of a layer's experts by their path in it; none if they are packed.
+
+    Of a layer that is sharded, these are the rank's.
+    """
     if packed_experts.of(layer) is not None:
         return {}
+    local = local_experts.of(layer)
+    if local is not None:
+        prefix = f"{local_experts.NAME}.part"
+        return {f"{prefix}.{name}": weight for name, weight in local.part.named_parameters()}
     if isinstance(layer, ConvertedModule):
         return layer.experts_parameters()
     return transformers_experts.experts_parameters(layer)
 
 
 def experts_weights(layer: nn.Module) -> ExpertWeights:
-    """Returns the weights of a layer's experts as the operators take them; not of packed ones."""
+    """Returns the weights of a layer's experts as the operators take them; not of packed ones.
+
+    Of a layer that is sharded, these are the rank's.
+    """
+    local = local_experts.of(layer)
+    if local is not None and isinstance(local.part, PlainExperts):
+        return local.part.weights()
     if isinstance(layer, ConvertedModule):
         return layer.experts_weights()
     return transformers_experts.experts_weights(layer)

@@ -32,6 +32,7 @@ from dynamo_moe.moe_nodes.nodes import (
     EXPERTS_PACKED,
     INPUTS,
     OPTIONAL_INPUTS,
+    SUM_OVER_RANKS,
     TENSORRT_ATTRIBUTES,
     TRAIN_PARAMETERS,
     TRAINING_INPUTS,
@@ -286,6 +287,29 @@ def _empty(like: TypeProto | None) -> TypeProto | None:
     return onnx.helper.make_tensor_type_proto(like.tensor_type.elem_type, [0])
 
 
+def _sum_schema() -> OpSchema:
+    """Without the group of the operator, which a process of PyTorch has, and no runtime."""
+    schema = OpSchema(
+        SUM_OVER_RANKS,
+        DOMAIN,
+        VERSION,
+        "The sum of a tensor over the ranks that run the files of one model.",
+        inputs=[OpSchema.FormalParameter("y", "T", "A rank's part, of any shape.")],
+        outputs=[OpSchema.FormalParameter("total", "T", "The sum, the same on every rank.")],
+        type_constraints=[
+            ("T", [f"tensor({dtype.name.lower()})" for dtype in FLOAT_TYPES], "Part and sum.")
+        ],
+        attributes=[
+            OpSchema.Attribute(
+                "ranks", OpSchema.AttrType.INT, "How many there are.", required=True
+            ),
+            *_for_tensorrt(PLUGIN_ATTRIBUTES),
+        ],
+    )
+    schema.set_type_and_shape_inference_function(shape_inference.like(0))
+    return schema
+
+
 _EXPERTS_PARAMETERS = ("w1", "b1", "w2", "b2")
 _MAY_HAVE_NONE = (*_EXPERTS_PARAMETERS, "router_bias")
 
@@ -318,5 +342,6 @@ SCHEMAS = {
     EXPERTS_GRAD: _gradient_schema(
         EXPERTS_GRAD, "The gradients of `DroplessMoEExperts`.", EXPERT_OPTIONS
     ),
+    SUM_OVER_RANKS: _sum_schema(),
 }
 """By name of the operator."""

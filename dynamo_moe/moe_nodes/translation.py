@@ -199,7 +199,7 @@ register_op(
     torch.ops.moe.sum_over_ranks,
     domain=DOMAIN,
     op_type=SUM_OVER_RANKS,
-    shape_inference="like:y",
+    schema=SCHEMAS[SUM_OVER_RANKS],
+    attributes=lambda arguments: {"ranks": arguments["ranks"]},
     body=_sum_over_ranks_body,
-    doc="The sum of a tensor over the ranks that run the files of one model.",
 )

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +39,8 @@ from dynamo_moe.process_state import exclusive
 from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.errors import worst_errors
-from dynamo_moe.verification.ranks import Exchange, Ranks, exchange_of, own_file
+from dynamo_moe.verification.exchange import Exchange, RankError
+from dynamo_moe.verification.ranks import Ranks, own_file
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
 from dynamo_moe.verification.routing import (
     ChoicesOfFile,
@@ -93,8 +94,8 @@ def verify(
         tolerance: None: by the lowest precision among the file's weights.
         group: A process group, as of gloo, each process of which has the file of its rank, its own
             ``path``, and all of which call this with the same model and cases. The model is whole,
-            or sharded over the same group as the files are. Where a rank's file cannot be run, all
-            fail with its reason.
+            or sharded over the same group as the files are. Where one of them fails, in its file or
+            in its model, all fail with its reason.
         isolated: ONNX Runtime runs in a separate process, so that its crash is an error here.
         timeout: Seconds that this process may take to load the file, and to run each case.
         library: The native library's operators compute the MoE nodes, as in
@@ -108,6 +109,7 @@ def verify(
         VerificationError: If an error exceeds the tolerance.
         FileNotFoundError: If the file does not exist, or the native library.
         ModuleNotFoundError: If ONNX Runtime is not installed.
+        RankError: With ``group``, a ValueError, if any rank's process fails, whatever its error is.
         ValueError: With ``library``, if the file has no node that its operators are for, or is one
             of several ranks. If a case does not fit the file's inputs or the model, or ONNX Runtime
             cannot run the file, for instance because of a node that it does not know and that has
@@ -129,17 +131,19 @@ def verify(
         options = {"reference": reference, "tolerance": tolerance, "library": library}
         return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
     runtime_name = describe()
-    exchange = None if group is None else exchange_of(group)
-    stored = load_graph(path) if exchange is None else own_file(path, exchange)
-    proto = inlined(stored)
-    if library:
-        _need_operators(path, proto)
-    tolerance = tolerance or tolerance_for(
-        _precisions(proto), approximate_gelu=_approximates_gelu(proto)
-    )
+    exchange = None if group is None else Exchange(group)
     model = unwrapped(model)
     reference = None if reference is None else unwrapped(reference)
     with ExitStack() as stack:
+        if exchange is not None:
+            stack.enter_context(exchange.steps())
+        stored = load_graph(path) if exchange is None else own_file(path, exchange)
+        proto = inlined(stored)
+        if library:
+            _need_operators(path, proto)
+        tolerance = tolerance or tolerance_for(
+            _precisions(proto), approximate_gelu=_approximates_gelu(proto)
+        )
         trials = _trials(stack, proto, [model] if reference is None else [model, reference], inputs)
         profiles = stack.enter_context(TemporaryDirectory()) if library else ""
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
@@ -148,7 +152,7 @@ def verify(
             if rank_files.record_of(stored) is None
             else _LoadedRanks(path, proto, runtime, exchange)
         )
-        models = _Models(model, reference, len(proto.graph.output))
+        models = _Models(model, reference, len(proto.graph.output), exchange)
         results = [_verified(file, models, trial, tolerance) for trial in trials]
         computed, expanded = (
             file.moe_nodes() if library and isinstance(file, _LoadedFile) else (None, ())
@@ -335,15 +339,24 @@ class _Models:
     model: torch.nn.Module
     reference: torch.nn.Module | None
     count: int
+    exchange: Exchange | None
 
     def results(self, case: Case) -> _Results:
         """Runs them."""
-        with RoutingRecorder() as recorder:
-            outputs = _outputs(self.model, case, self.count)
-        expected = outputs
-        if self.reference is not None:
-            expected = _outputs(self.reference, case, self.count)
+        with nullcontext() if self.exchange is None else self.exchange.sums():
+            with RoutingRecorder() as recorder:
+                outputs = _outputs(self.model, case, self.count)
+            expected = outputs
+            if self.reference is not None:
+                expected = _outputs(self.reference, case, self.count)
         return _Results(outputs, expected, recorder.ids)
+
+    def results_of_all(self, case: Case) -> _Results:
+        """Runs them, and fails where another process's fail."""
+        if self.exchange is None:
+            return self.results(case)
+        with self.exchange.steps():
+            return self.results(case)
 
 
 @contextmanager
@@ -553,11 +566,12 @@ def _verified(
     """Returns a trial's result; None if the model refuses it, and may."""
     feeds = _feeds(file.inputs, trial.case)
     try:
-        results = models.results(trial.case)
+        results = models.results_of_all(trial.case)
     except Exception as error:  # The model's own code runs.
         if trial.is_optional:
             return None
-        if trial.is_drawn or isinstance(error, IndexError):  # Ids beyond an embedding.
+        refuses = trial.is_drawn or isinstance(error, IndexError)  # Ids beyond an embedding.
+        if refuses and not isinstance(error, RankError):
             raise ValueError(
                 f"the model does not take these inputs ({error}): pass inputs of your own, as in "
                 f"{_call(feeds)}"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-import torch.distributed as dist
 
 from dynamo_moe.files import rank_files
 from dynamo_moe.files.model_files import load_graph, subgraphs
@@ -22,39 +21,20 @@ from dynamo_moe.files.rank_files import record_of
 from dynamo_moe.moe_nodes.nodes import SUM_OVER_RANKS
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ALL_REDUCE, TENSORRT_COLLECTIVE
 from dynamo_moe.operators.schemas import is_own_domain
-from dynamo_moe.verification.runtime import RefusedError, Runtime
-
-Exchange = Callable[[Any], list[Any]]
-"""From what a process has to what those of all ranks have, in order; all of them call it."""
-
-
-def exchange_of(group: dist.ProcessGroup) -> Exchange:
-    """Returns the exchange among the processes of a group."""
-
-    def exchange(value: Any) -> list[Any]:
-        values: list[Any] = [None] * group.size()
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    return exchange
+from dynamo_moe.verification.exchange import Exchange
+from dynamo_moe.verification.runtime import Runtime
 
 
 def own_file(path: Path, exchange: Exchange) -> onnx.ModelProto:
     """Returns the graph of a process's own file, which fits those of the others.
 
     Raises:
-        ValueError: If one of the processes cannot read its file, or the files do not fit.
+        RankError: If one of the processes cannot read its file.
+        ValueError: If the files do not fit.
     """
-    proto, failure = onnx.ModelProto(), ""
-    try:
-        proto = load_graph(path)
-    except (OSError, ValueError) as error:
-        failure = str(error)
-    said = exchange((str(path), rank_files.header_of(proto).SerializeToString(), failure))
-    for rank, (_, _, reason) in enumerate(said):
-        if reason:
-            raise ValueError(f"rank {rank} of {len(said)}: {reason}")
-    rank_files.check([(Path(name), onnx.ModelProto.FromString(head)) for name, head, _ in said])
+    proto = load_graph(path)
+    said = exchange((str(path), rank_files.header_of(proto).SerializeToString()))
+    rank_files.check([(Path(name), onnx.ModelProto.FromString(head)) for name, head in said])
     return proto
 
 
@@ -148,19 +128,9 @@ class Ranks:
         return [*map(float, np.max(said, axis=0))]
 
     def _gathered(self, of: Callable[[_Rank], Any]) -> list[Any]:
-        """Returns something of all ranks, in order; if one cannot give it, none goes on."""
-        if self._exchange is None:
-            return [of(rank) for rank in self._ranks]
-        [own], value, failure = self._ranks, None, ""
-        try:
-            value = of(own)
-        except Exception as error:  # The others would wait for it.
-            failure = str(error) or type(error).__name__
-        said = self._exchange((value, failure))
-        for rank, (_, reason) in enumerate(said):
-            if reason:
-                raise RefusedError(f"rank {rank} of {len(said)}: {reason}")
-        return [value for value, _ in said]
+        """Returns something of all ranks, in order."""
+        values = [of(rank) for rank in self._ranks]
+        return values if self._exchange is None else self._exchange(*values)
 
     def _share(self, name: str, value: np.ndarray, rank: int) -> np.ndarray:
         if name not in self._split:

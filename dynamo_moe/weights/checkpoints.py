@@ -45,7 +45,8 @@ def open_checkpoint(
 
     transformers' own loader renames, fuses and transposes the checkpoint's tensors as this model
     needs them, lazily (:class:`dynamo_moe.weights.lazy_tensors.LazyTensor`). The model can be
-    converted and exported, which streams the weights from file to file; it cannot be run.
+    converted and exported, which streams the weights from file to file; it cannot be run before
+    :func:`read_weights`.
 
     Of a quantised checkpoint :func:`convert` leaves the experts' bytes as they are, and
     :func:`export` those of other matrices, where opset 21 or the format permits; what is left is

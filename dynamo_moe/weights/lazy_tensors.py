@@ -195,9 +195,14 @@ class LazyTensor(Tensor):
         return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of_memory(tensor)
 
     def read(self) -> Tensor:
-        """Returns the values, all in memory."""
+        """Returns the values, all in memory; of rows of a tensor, these alone are read."""
         if isinstance(self._source, Stored):
             return self._source.read()
+        taken = _rows_taken(self._source)
+        rows = None if taken is None else _row_reader(self._source.args[0])
+        if taken is not None and rows is not None:
+            values = rows(taken.start, taken.stop)
+            return values if self.ndim == self._source.args[0].ndim else values[0]
         return self._source.of(*tree_map_only(LazyTensor, LazyTensor.read, self._source.args))
 
     def chunks(self) -> Iterator[Tensor]:
@@ -367,6 +372,20 @@ def _first_row(source: _Result) -> int | None:
     if arguments.get("dim", 0) % tensor.ndim or arguments.get("step", 1) != 1:
         return None
     return range(tensor.shape[0])[arguments.get("start") :].start
+
+
+def _rows_taken(source: _Result) -> range | None:
+    """Returns the rows that a slice or a choice of one takes; None if it takes no rows alone."""
+    if source.function is _aten.select.int:
+        tensor, dimension, index = source.args
+        row = index % tensor.shape[0]
+        return None if dimension % tensor.ndim else range(row, row + 1)
+    first = _first_row(source)
+    if first is None:
+        return None
+    tensor, *given = source.args
+    end = given[2] if len(given) > 2 else None
+    return range(tensor.shape[0])[first:end]
 
 
 def _dimension(tensor: Tensor, rest: list[Any]) -> int:

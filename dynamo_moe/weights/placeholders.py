@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -159,6 +159,20 @@ def attach(model: ir.Model, lazies: Lazies) -> None:
         raw = getattr(value.const_value, "raw", None)
         if isinstance(raw, Tensor):
             value.const_value = as_ir(lazies.get(raw.data_ptr(), raw), value.name)
+
+
+def detach(model: ir.Model, names: Collection[str]) -> None:
+    """Takes the values of these names from the initializers of a graph, as it was translated."""
+    for name in model.graph.initializers.keys() & names:
+        model.graph.initializers[name].const_value = None
+
+
+def attach_named(model: ir.Model, tensors: Mapping[str, Tensor], lazies: Lazies) -> None:
+    """Gives the initializers that have no values the tensors of their names."""
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            tensor = tensors[name]
+            value.const_value = as_ir(lazies.get(tensor.data_ptr(), tensor), name)
 
 
 def linkable(model: ir.Model) -> set[str]:

@@ -166,7 +166,7 @@ const char* usage() {
          "As a rank of several, started by torchrun, mpirun or srun; MODEL.engine then stands for\n"
          "MODEL.rank0.engine and so on:\n"
          "  --nccl-id FILE       where rank 0 leaves NCCL's id for the others\n"
-         "  --nccl-wait SECONDS  how long these wait for it; default: 60\n"
+         "  --nccl-wait SECONDS  how long ranks wait for each other; default: 60\n"
          "\n"
          "To measure it:\n"
          "  --shape NAME=SHAPE   shape of an input, such as x=16x64; default: the profile's usual\n"

@@ -26,7 +26,7 @@ struct Options {
   std::string nccl_id;
   // This process among them, which its environment says.
   std::optional<Place> place;
-  // How many seconds the other ranks wait for rank 0.
+  // How many seconds ranks wait for each other.
   int nccl_wait = 60;
   std::map<std::string, std::vector<std::int64_t>> shapes;
   // Size of the first dimension of every input without a shape, where it is symbolic.

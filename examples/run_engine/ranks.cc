@@ -8,9 +8,13 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <optional>
+#include <random>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "options.h"
 
@@ -88,49 +92,109 @@ void check(void* library, int result, const char* name) {
   }
 }
 
-// The file of the id, as long as rank 0 needs it.
-class IdFile {
+// How the ranks of one run find each other by files, whatever earlier runs have left there.
+//
+// Each rank draws a number. Rank 0 writes its own, and the others answer with theirs and the one
+// that they have read. Once all have answered to its own number, rank 0 writes the id with their
+// numbers behind it, and a rank takes an id only with its own. So no rank takes what another run
+// has left, and none begins before all are there.
+class Meeting {
  public:
-  IdFile(const std::filesystem::path& path, const UniqueId& id) : path_(path) {
-    if (std::filesystem::exists(path)) {
-      throw UsageError(path.string() + " is there already: remove what an earlier run has left");
-    }
-    // Renamed, so that no rank reads a part of it.
-    const std::filesystem::path part = path.string() + ".part";
-    std::ofstream file(part, std::ios::binary);
-    file.write(id.internal, sizeof(id.internal));
-    file.close();
-    if (!file) {
-      throw std::runtime_error("cannot write " + part.string());
-    }
-    std::filesystem::rename(part, path);
-  }
-  ~IdFile() {
+  Meeting(std::string path, const Place& place, int seconds)
+      : path_(std::move(path)),
+        place_(place),
+        seconds_(seconds),
+        until_(std::chrono::steady_clock::now() + std::chrono::seconds(seconds)),
+        own_(drawn()) {}
+  // Of a rank that fails, too: the others then wait for it in vain, and not with NCCL.
+  ~Meeting() {
     std::error_code ignored;
-    std::filesystem::remove(path_, ignored);
+    std::filesystem::remove(path_of(place_.rank), ignored);
   }
-  IdFile(const IdFile&) = delete;
-  IdFile& operator=(const IdFile&) = delete;
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+
+  // Rank 0 gives the id to all others.
+  void give(const UniqueId& id) const {
+    write(own_);
+    std::string given(id.internal, sizeof(id.internal));
+    for (int rank = 1; rank < place_.ranks; ++rank) {
+      std::string answer;
+      while (answer.size() != own_.size() + kDrawn || answer.compare(0, own_.size(), own_) != 0) {
+        wait("rank " + std::to_string(rank) + " has not answered in " + path_of(rank));
+        answer = read(rank);
+      }
+      given += answer.substr(own_.size());
+    }
+    write(given);
+  }
+
+  // The others take it.
+  [[nodiscard]] UniqueId take() const {
+    UniqueId id{};
+    const size_t begin = sizeof(id.internal) + (place_.rank - 1) * kDrawn;
+    std::string answered;
+    for (;;) {
+      const std::string said = read(0);
+      if (said.size() >= begin + kDrawn && said.compare(begin, kDrawn, own_) == 0) {
+        std::memcpy(id.internal, said.data(), sizeof(id.internal));
+        return id;
+      }
+      if (said.size() == kDrawn && said != answered) {
+        write(said + own_);
+        answered = said;
+      }
+      wait("rank 0 has left no id of NCCL for all ranks in " + path_of(0));
+    }
+  }
 
  private:
-  std::filesystem::path path_;
-};
+  static constexpr size_t kDrawn = 16;
 
-UniqueId await_id(const std::string& path, int seconds) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
-  for (;;) {
-    UniqueId id{};
-    std::ifstream file(path, std::ios::binary);
-    if (file.read(id.internal, sizeof(id.internal))) {
-      return id;
+  static std::string drawn() {
+    std::random_device device;
+    std::string number;
+    while (number.size() < kDrawn) {
+      const std::random_device::result_type some = device();
+      number.append(reinterpret_cast<const char*>(&some), sizeof(some));
     }
-    if (std::chrono::steady_clock::now() >= until) {
-      throw std::runtime_error("rank 0 has left no id of NCCL in " + path + " within " +
-                               std::to_string(seconds) + " s");
+    return number;
+  }
+
+  [[nodiscard]] std::string path_of(int rank) const {
+    return rank == 0 ? path_ : path_ + ".rank" + std::to_string(rank);
+  }
+
+  [[nodiscard]] std::string read(int rank) const {
+    std::ifstream file(path_of(rank), std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+
+  // Renamed, so that no rank reads a part of it.
+  void write(const std::string& text) const {
+    const std::string part = path_of(place_.rank) + ".part";
+    std::ofstream file(part, std::ios::binary);
+    file.write(text.data(), static_cast<std::streamsize>(text.size()));
+    file.close();
+    if (!file) {
+      throw std::runtime_error("cannot write " + part);
+    }
+    std::filesystem::rename(part, path_of(place_.rank));
+  }
+
+  void wait(const std::string& missing) const {
+    if (std::chrono::steady_clock::now() >= until_) {
+      throw std::runtime_error(missing + " within " + std::to_string(seconds_) + " s");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-}
+
+  std::string path_;
+  Place place_;
+  int seconds_;
+  std::chrono::steady_clock::time_point until_;
+  std::string own_;
+};
 
 }  // namespace
 
@@ -165,15 +229,15 @@ Communicator::Communicator(const Place& place, const std::string& id_file, int w
   void* nccl = open_nccl();
   const auto init = function<int (*)(void**, int, UniqueId, int)>(nccl, "ncclCommInitRank");
   destroy_ = function<int (*)(void*)>(nccl, "ncclCommDestroy");
-  // NCCL returns once all ranks have joined, so all have read the file.
-  std::optional<IdFile> file;
+  // It ends when NCCL has joined all ranks, so all have read its files.
+  const Meeting meeting(id_file, place, wait_seconds);
   UniqueId id{};
   if (place.rank == 0) {
     const auto get_id = function<int (*)(UniqueId*)>(nccl, "ncclGetUniqueId");
     check(nccl, get_id(&id), "ncclGetUniqueId");
-    file.emplace(id_file, id);
+    meeting.give(id);
   } else {
-    id = await_id(id_file, wait_seconds);
+    id = meeting.take();
   }
   check(nccl, init(&communicator_, place.ranks, id, place.rank), "ncclCommInitRank");
 }

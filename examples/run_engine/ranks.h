@@ -22,7 +22,8 @@ std::string rank_path(const std::string& path, int rank);
 // and never linked.
 class Communicator {
  public:
-  // Rank 0 leaves NCCL's id in a file, which the others wait for, and removes it once all have it.
+  // Rank 0 gives NCCL's id to the others by a file, beside which each of them has one of its own.
+  // Throws if not all are there in time.
   Communicator(const Place& place, const std::string& id_file, int wait_seconds);
   ~Communicator();
   Communicator(const Communicator&) = delete;

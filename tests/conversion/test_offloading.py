@@ -121,6 +121,45 @@ def test_packed_experts_too(zero_points, monkeypatch):
     assert {*_CACHES} == caches
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_ranks_own_experts(kind, packed, monkeypatch):
+    """Of three ranks the first has two experts, the others one; their results sum to the whole."""
+    model = converted(KINDS[kind]())[:1]
+    reference = copy.deepcopy(model)
+    if packed:
+        dynamo_moe.quantize(reference, group=8)
+    x = torch.randn(9, 16)
+    expected = reference(x)
+    total = torch.zeros_like(x)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda *_: offload_calls.forward)
+    for rank, count in enumerate((2, 1, 1)):
+        with dynamo_moe.sharded(model, rank, 3):
+            if packed:
+                dynamo_moe.quantize(model, group=8)
+            assert dynamo_moe.offload(model, 2, device="cpu") == {"0": count}
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            experts = [each for name, each in tensors if ".part.w" in name]
+            assert experts
+            assert all(each.is_pinned() and len(each) == count for each in experts)
+            assert [each.resident for each in _CACHES.values()] == [count]
+            total += model(x)
+        del tensors, experts
+        _CACHES.clear()
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
+    monkeypatch.undo()
+
+
+def test_an_offloaded_model_is_not_sharded():
+    model = converted(mlp())
+    dynamo_moe.offload(model, 2, device="cpu")
+    with (
+        pytest.raises(ValueError, match=r"'0' are in pinned memory.*: offload a model once it is"),
+        dynamo_moe.sharded(model, 0, 2),
+    ):
+        pass
+
+
 def experts_of(model: nn.Module) -> list[nn.Parameter]:
     return [each for each in model.parameters() if each.numel() >= 16 * 24]
 

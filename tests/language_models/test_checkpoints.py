@@ -120,6 +120,52 @@ def test_the_model_stays_lazy(qwen: Path, tmp_path: Path) -> None:
     assert all(p is before[name] for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_opened_model_runs_once_its_weights_are_read(name: str, tmp_path: Path) -> None:
+    expected, opened = ARCHITECTURES[name].build().eval(), tmp_path / "checkpoint"
+    save_model(expected, opened)
+    model: Any = dynamo_moe.open_checkpoint(opened)
+    dynamo_moe.convert(model)
+    tokens = torch.arange(12).reshape(2, 6)
+    file = next(opened.glob("*.safetensors"))
+    file.rename(file.with_suffix(".gone"))
+    with pytest.raises(FileNotFoundError, match=file.name):
+        dynamo_moe.read_weights(model)
+    file.with_suffix(".gone").rename(file)
+    weights = {id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}
+    assert dynamo_moe.read_weights(model) == sum(weights.values())
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
+    assert dynamo_moe.read_weights(model) == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: Any, packed: bool) -> None:
+    """Stacked ones, of which it reads rows, or packs them on the way, one by one."""
+    expected = one_layer().eval()
+    save_model(expected, tmp_path, save_original_format=False)
+    model: Any = dynamo_moe.open_checkpoint(tmp_path)
+    dynamo_moe.convert(expected)
+    dynamo_moe.convert(model)
+    if packed:
+        dynamo_moe.quantize(expected, "int8")
+        dynamo_moe.quantize(model, "int8")
+    read: list[int] = []
+    rows = lazy_tensors.Stored._read
+    monkeypatch.setattr(
+        lazy_tensors.Stored, "_read", lambda *args: read.append(args[2]) or rows(*args)
+    )
+    tokens = torch.arange(12).reshape(2, 6)
+    with dynamo_moe.sharded(model, 1, 2), dynamo_moe.sharded(expected, 1, 2):
+        dynamo_moe.read_weights(model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
+    experts = sum(p.nbytes for n, p in one_layer().named_parameters() if ".experts." in n)
+    others = sum(p.nbytes for n, p in one_layer().named_parameters() if ".experts." not in n)
+    # Scales need an expert's greatest and least number, codes need the scales and all numbers.
+    assert sum(read) == others + (5 if packed else 1) * experts // 2
+
+
 def test_linked_weights(qwen: Path, tmp_path: Path) -> None:
     shutil.copytree(qwen, tmp_path / "qwen")
     linked_model = dynamo_moe.open_checkpoint(tmp_path / "qwen")

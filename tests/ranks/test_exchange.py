@@ -12,10 +12,12 @@ from benchmarks.parallel.exchange import (
     Link,
     all_reduce_seconds,
     all_to_all_seconds,
+    busiest_pair,
     draw,
     homes,
     imbalance,
     moved_tokens,
+    moves,
 )
 
 LINK = Link("slow", bandwidth=1e6, latency=1e-3)
@@ -33,10 +35,19 @@ def test_tokens_move_once_to_each_other_rank() -> None:
     assert home_E.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     # Token 0 lies on rank 0, token 1 on rank 1, and so on.
     ids_TK = np.array([[0, 1], [2, 3], [0, 1], [0, 4]])
-    assert moved_tokens(ids_TK, home_E, 4) == 2  # Rank 0 receives two, rank 3 sends two.
-    assert moved_tokens(ids_TK[:2], home_E, 4) == 0
-    assert moved_tokens(np.array([[2, 3]]), home_E, 4) == 1  # Once for both.
+    # Rank 0 receives two, rank 3 sends two.
+    assert moved_tokens(moves(ids_TK, home_E, 4)) == 2
+    assert moved_tokens(moves(ids_TK[:2], home_E, 4)) == 0
+    assert moved_tokens(moves(np.array([[2, 3]]), home_E, 4)) == 1  # Once for both.
     assert all_to_all_seconds(SHAPE, 0, LINK) == pytest.approx(2e-3)
+
+
+def test_a_buffer_for_each_pair_of_ranks_holds_the_busiest() -> None:
+    home_E = homes(SHAPE, 2)
+    # Tokens 0 and 2 lie on rank 0, of which one goes to rank 1; token 1 stays there.
+    ids_TK = np.array([[0, 4], [5, 6], [0, 1]])
+    assert busiest_pair(moves(ids_TK, home_E, 2), 3) == 0.5
+    assert busiest_pair(moves(ids_TK[:1], home_E, 2), 1) == 1
 
 
 def test_copies_of_busy_experts_even_the_load() -> None:

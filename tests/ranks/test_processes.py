@@ -33,14 +33,24 @@ def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (2, ("families", "heads", "training", "idle", "compiled", "verified", "communicator")),
-        (4, ("training", "idle")),
-    ],
-)
-def test_ranks_compute_the_whole_model(ranks: int, cases: tuple[str, ...]) -> None:
+TWO = [
+    "families",
+    "heads",
+    "training",
+    "split_tokens",
+    "opened",
+    "idle",
+    "compiled",
+    "verified",
+    "broken",
+    "communicator",
+    "unjoined",
+]
+FOUR = ["training", "split_tokens", "idle", "grouped"]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_ranks_compute_the_whole_model(ranks: int, cases: list[str]) -> None:
     done = torchrun(ranks, PROGRAM, *cases)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:-1] == [f"passed {case}" for case in cases]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_only_the_ranks_own_experts(files: Path) -> None:
         assert {share.total for share in record.layers.values()} == {6}
         counts.append([share.count for share in record.layers.values()])
         sizes = {tensor.name: list(tensor.dims) for tensor in onnx.load(path).graph.initializer}
-        stacks = [dims for name, dims in sizes.items() if "local_experts" in name]
+        stacks = [dims for name, dims in sizes.items() if "local_experts.part" in name]
         assert {dims[0] for dims in stacks} == {2}
     assert counts == [[2, 2]] * 3
 
@@ -260,6 +261,69 @@ def test_what_follows_the_last_sum_on_another_rank(tmp_path: Path) -> None:
     changed(tmp_path / "m.rank1.onnx", negated_head)
     with pytest.raises(dynamo_moe.VerificationError):
         dynamo_moe.verify(tmp_path / "m.rank0.onnx", model)
+
+
+def uneven(path: Path, target: Any) -> None:
+    dynamo_moe.export(
+        converted(mlp_model(layers=5)), torch.randn(3, 16), path, target=target, ranks=4
+    )
+
+
+def packed(path: Path, target: Any) -> None:
+    model = converted(mlp_model(width=32, hidden=32))
+    dynamo_moe.quantize(model, "int4")
+    dynamo_moe.export(model, torch.randn(3, 32), path, target=target, ranks=4)
+
+
+def more_than_experts(path: Path, target: Any) -> None:
+    dynamo_moe.export(
+        converted(mlp_model(experts=2)), torch.randn(3, 16), path, target=target, ranks=4
+    )
+
+
+def split_heads(path: Path, target: Any) -> None:
+    model = converted(ARCHITECTURES["qwen3_moe"].build(num_hidden_layers=4))
+    dynamo_moe.export_language_model(
+        model, path, ranks=2, plan="experts+heads", target=target, external_data=True
+    )
+
+
+def linked(path: Path, target: Any) -> None:
+    """Three of five layers are traced, and no weight is in memory."""
+    source = ARCHITECTURES["qwen3_moe"].build(num_hidden_layers=5)
+    source.config._experts_implementation = None
+    if not path.with_name("config.json").exists():
+        source.save_pretrained(path.parent, save_original_format=False)
+    model = converted(dynamo_moe.open_checkpoint(path.parent))
+    dynamo_moe.export_language_model(model, path, ranks=4, link_weights=True, target=target)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("write", [uneven, packed, more_than_experts, split_heads, linked])
+def test_a_ranks_file_is_that_of_its_own_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, target: Any
+) -> None:
+    """Ranks whose tensors have one layout share a trace."""
+    monkeypatch.setattr("uuid.uuid4", lambda: uuid.UUID(int=1))
+    traced = []
+    trace = exporting._traced
+    monkeypatch.setattr(
+        "dynamo_moe.exporting._traced", lambda *args: traced.append(args) or trace(*args)
+    )
+    torch.manual_seed(0)
+    write(tmp_path / "m.onnx", target)
+    shared = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    # One for each number of experts.
+    assert len(traced) <= 2
+    traced.clear()
+    monkeypatch.setattr("dynamo_moe.exporting._layout", lambda model: object())
+    torch.manual_seed(0)
+    write(tmp_path / "m.onnx", target)
+    assert len(traced) == len([*tmp_path.glob("*.onnx")])
+    own = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert own.keys() == shared.keys()
+    assert [name for name in own if own[name] != shared[name]] == []
 
 
 def test_files_of_two_exports(model: nn.Module, files: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def beside_experts(layer: nn.Module, args: Any) -> Tensor | int:
     """Return what a layer adds to its experts' sum: its result where these give zeros."""
     with torch.no_grad(), dynamo_moe.sharded(layer, 0, 1):
         [local] = [module for module in layer.modules() if isinstance(module, LocalExperts)]
-        local.share = range(0)
+        local.local_ids.fill_(-1)
         result = layer(*args)
     return result[0] if isinstance(result, tuple) else result
 
@@ -88,6 +89,29 @@ def test_packed_experts(weight_format: str) -> None:
     model = converted(mlp_model(width=32, hidden=32))
     dynamo_moe.quantize(model, weight_format)
     check_parts(model, lambda: model(torch.randn(9, 32)), 4)
+
+
+def test_a_rank_packs_its_own_experts_as_those_of_the_whole_model() -> None:
+    """Scales from elsewhere are asked for by the experts' numbers in the whole layer."""
+    model = converted(mlp_model(width=32, hidden=32))
+    whole = copy.deepcopy(model)
+    asked: list[set[int]] = []
+
+    def scales(path: str, expert: int, matrix: Tensor) -> Tensor:
+        asked[-1].add(expert)
+        return (1 + expert) * matrix.abs().unflatten(-1, (-1, 32)).amax(-1) / 7.5
+
+    asked.append(set())
+    dynamo_moe.quantize(whole, "int4", scales=scales)
+    x = torch.randn(9, 32)
+    for rank in range(4):
+        with dynamo_moe.sharded(whole, rank, 4):
+            expected = whole(x)
+        asked.append(set())
+        with dynamo_moe.sharded(model, rank, 4):
+            dynamo_moe.quantize(model, "int4", scales=scales)
+            assert torch.equal(model(x), expected)
+    assert asked == [{*range(6)}, {0, 1}, {2, 3}, {4}, {5}]
 
 
 def test_one_expert_for_each_token() -> None:
@@ -155,12 +179,8 @@ def test_errors(call: Any, message: str) -> None:
 def test_what_needs_whole_layers() -> None:
     model = converted(mlp_model())
     with dynamo_moe.sharded(model, 0, 2):
-        with pytest.raises(ValueError, match="sharded already: quantise a model before"):
-            dynamo_moe.quantize(model)
         with pytest.raises(ValueError, match="sharded already: a model is sharded once"):
             dynamo_moe.sharded(model, 0, 2).__enter__()
-        with pytest.raises(ValueError, match="sharded already: only whole layers"):
-            dynamo_moe.offload(model, 2, device="cpu")
         with pytest.raises(NotImplementedError, match="are sharded: it computes in evaluation"):
             model.train()(torch.randn(3, 16))
     model.eval()

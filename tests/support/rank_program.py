@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import io
 import shutil
 import sys
 import tempfile
@@ -22,15 +23,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
+import custom_ops
 import dynamo_moe
+from dynamo_moe import pytree
 from dynamo_moe.cli import app
 from dynamo_moe.language_models import example_case, performing
 from dynamo_moe.local_experts import LocalExperts
-from dynamo_moe.models import DroplessMoEMlp
+from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from dynamo_moe.modules import DroplessMoE
 from moe_architectures import ARCHITECTURES, example_inputs
 from small_models import mlp_model
-from trt_plugin.engine.communicator import Communicator
+from trt_plugin.engine import EngineError
+from trt_plugin.engine.communicator import Communicator, before_joining
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4", "deepseek_v3")
 
@@ -120,6 +124,91 @@ def training() -> None:
         torch.testing.assert_close(actual, expected[local.share.start : local.share.stop])
 
 
+def split_tokens() -> None:
+    """Each rank gets the whole model's results of its own tokens, and gradients.
+
+    Those of replicated parameters are summed over ranks here, as data parallelism does.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for experts in (5, 1):  # With one, the other ranks have none.
+        whole = trained(experts)
+        model = copy.deepcopy(whole)
+        dynamo_moe.shard(model, tokens="split")
+        x = torch.randn(2 * ranks, 3, 8)
+        own = x.chunk(ranks)[rank]
+        expected, result = whole(x), model(own)
+        torch.testing.assert_close(result, expected.chunk(ranks)[rank])
+        for y in (expected, result):
+            y.square().sum().backward()
+        gradients = {name: each.grad for name, each in whole.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if "local_experts" not in name:
+                dist.all_reduce(parameter.grad)
+                torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+        layer: Any = model[1]
+        local: LocalExperts = layer.local_experts
+        if local.share:
+            for name in ("w1", "w2"):
+                gradient = gradients[f"1.{name}"].mT[local.share.start : local.share.stop]
+                torch.testing.assert_close(getattr(local.part, name).grad, gradient)
+        model.eval()
+        with torch.no_grad():
+            for compiled in (
+                torch.compile(model, backend="eager"),
+                torch.export.export(model, (own,)).module(),
+            ):
+                torch.testing.assert_close(compiled(own), result)
+    with pytest.raises(ValueError, match=r"the ranks have \[1, 2.*\] tokens of their own"):
+        model(torch.randn(1 + rank, 8))
+    with pytest.raises(ValueError, match="tokens must be 'all'"):
+        dynamo_moe.shard(trained(), plan="experts+heads", tokens="split")
+    with pytest.raises(ValueError, match="export a model before it is sharded"):
+        dynamo_moe.export(model, own, "nowhere.onnx")
+    split_batches()
+
+
+def opened() -> None:
+    """A checkpoint of which each rank reads its share, and computes the whole model's logits."""
+    model: Any = ARCHITECTURES["qwen3_moe"].build().eval()
+    model.config._experts_implementation = None
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    inputs = example_inputs(ARCHITECTURES["qwen3_moe"], 2, 5)
+    expected = model(**inputs).logits
+    for plan in ("experts", "experts+heads"):
+        shares: Any = dynamo_moe.open_checkpoint(folder[0])
+        dynamo_moe.convert(shares)
+        dynamo_moe.shard(shares, plan=plan)
+        dynamo_moe.read_weights(shares)
+        torch.testing.assert_close(shares(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def split_batches() -> None:
+    """A vision model, and a language model of packed experts, of which each rank has some rows."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens = example_inputs(ARCHITECTURES["qwen3_moe"], 2 * ranks, 5)
+    cases: list[tuple[Any, dict[str, Tensor]]] = [
+        (swin_moe_digits(), {"images": torch.rand(3 * ranks, 1, 8, 8)}),
+        (ARCHITECTURES["qwen3_moe"].build(), tokens),
+    ]
+    for model, inputs in cases:
+        dynamo_moe.convert(model.eval())
+        if "images" not in inputs:
+            dynamo_moe.quantize(model, "int8")
+        own = {name: each.chunk(ranks)[rank] for name, each in inputs.items()}
+        with torch.no_grad():
+            expected = pytree.tree_leaves(model(**inputs))[0].chunk(ranks)[rank]
+            dynamo_moe.shard(model, tokens="split")
+            result = pytree.tree_leaves(model(**own))[0]
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
 def idle() -> None:
     """Gradients where the last ranks have no experts of some layers, and a skip connection."""
 
@@ -159,6 +248,33 @@ def compiled() -> None:
         torch.testing.assert_close(program.module()(x), expected)
     targets = [node.target for node in program.graph.nodes]
     assert targets.count(torch.ops.moe.sum_over_ranks.default) == 1
+
+
+def grouped() -> None:
+    """A model sums over the group that it was sharded over, among others, and no other one.
+
+    A program of ``torch.export`` does, too, once it is loaded.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    x = torch.randn(6, 8)
+    for group in pairs[rank // 2], dist.group.WORLD:
+        model = trained().eval()
+        with torch.no_grad():
+            expected = model(x)
+            dynamo_moe.shard(model, group)
+            torch.testing.assert_close(model(x), expected)
+            saved = io.BytesIO()
+            torch.export.save(torch.export.export(model, (x,)), saved)
+            loaded = torch.export.load(saved)
+            torch.testing.assert_close(loaded.module()(x), expected)
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+            for gone in (model, loaded.module()):
+                with pytest.raises(RuntimeError, match="has no group of this name"):
+                    gone(x)
+    with pytest.raises(RuntimeError, match=f"for 3 ranks .* this process has one of {ranks}"):
+        custom_ops.sum_over_ranks(x, 3, dist.group.WORLD.group_name)
 
 
 def verified() -> None:
@@ -207,6 +323,47 @@ def verified() -> None:
         shutil.rmtree(folder[0])
 
 
+class Breaking(nn.Module):
+    """Fails on rank 1 alone, after its first sum; for the others, it would go on to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp_model(layers=2)
+        self.failure: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.failure is not None:
+            raise self.failure
+        return self.layers[1](x)
+
+
+def broken() -> None:
+    """Where a model fails on one rank alone, all ranks end with its reason, and can go on."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model: Any = Breaking().eval()
+    dynamo_moe.convert(model)
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / f"m.rank{rank}.onnx"
+    if rank == 0:
+        dynamo_moe.export(model, torch.randn(3, 16), path.with_name("m.onnx"), ranks=2)
+    dist.barrier()
+    for is_shared in (False, True):
+        if is_shared:
+            dynamo_moe.shard(model)
+        assert dynamo_moe.verify(path, model, group=group).passed
+        model.failure = MemoryError("no memory is left") if rank == 1 else None
+        for inputs in (None, [(torch.ones(2, 16),)]):
+            with pytest.raises(ValueError, match=r"^rank 1 of 2: no memory is left$"):
+                dynamo_moe.verify(path, model, inputs, group=group)
+        model.failure = None
+    assert dynamo_moe.verify(path, model, group=group).passed
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def verified_by_the_command_line(file: Path) -> None:
     """Every process succeeds, and the first one prints."""
     if dist.get_rank() == 0:
@@ -235,6 +392,17 @@ def communicator() -> None:
     assert [*fields.contents] == [dist.get_world_size(), dist.get_rank()]
 
 
+def unjoined() -> None:
+    """A rank without its engine ends the others, which wait for its communicator."""
+    rank = dist.get_rank()
+    if rank == 1:
+        with pytest.raises(FileNotFoundError), before_joining(dist.group.WORLD):
+            Path("nowhere.engine").read_bytes()
+    else:
+        with pytest.raises(EngineError, match=r"rank 1 of 2: .* No such file .*nowhere\.engine"):
+            Communicator(dist.group.WORLD)
+
+
 def failing() -> None:
     """The last rank ends before the others' sum."""
     model = trained().eval()
@@ -246,7 +414,21 @@ def failing() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
-    for case in (families, heads, training, idle, compiled, verified, communicator, failing)
+    for case in (
+        families,
+        heads,
+        training,
+        split_tokens,
+        opened,
+        idle,
+        compiled,
+        grouped,
+        verified,
+        broken,
+        communicator,
+        unjoined,
+        failing,
+    )
 }
 
 

@@ -7,6 +7,8 @@ header, ``nccl.h``.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +53,7 @@ class Communicator:
                 self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(byref(identity)))
         except EngineError as error:
             failure = str(error)
-        # Also of a rank that has failed: the others wait for it.
-        said: list[Any] = [None] * ranks
-        dist.all_gather_object(said, (bytes(identity), failure), group=group)
+        said = _say(group, bytes(identity), failure)
         for number, (_, reason) in enumerate(said):
             if reason:
                 raise EngineError(f"rank {number} of {ranks}: {reason}")
@@ -76,6 +76,26 @@ class Communicator:
         if result != 0:
             reason = self._library.ncclGetErrorString(result).decode(errors="replace")
             raise EngineError(f"NCCL's {function} failed: {reason}")
+
+
+@contextmanager
+def before_joining(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Lets the other ranks, which wait in :class:`Communicator`, know of a failure inside."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            _say(group, b"", str(error) or type(error).__name__)
+        raise
+
+
+def _say(group: dist.ProcessGroup, identity: bytes, failure: str) -> list[tuple[bytes, str]]:
+    """Returns what all ranks say, in order: NCCL's id, if it is rank 0, or why a rank fails."""
+    import torch.distributed as dist
+
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (identity, failure), group=group)
+    return said
 
 
 def _opened() -> Any:

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.engine.communicator import Communicator
+from trt_plugin.engine.communicator import Communicator, before_joining
 from trt_plugin.engine.installed import (
     BUILDERS,
     EngineError,
@@ -61,7 +61,7 @@ class Runner:
             is not loaded then. Only for engines whose origin you trust.
         group: For an engine of a rank, the process group of all ranks, of ``torch.distributed``.
             NCCL's communicator is made through it; every rank makes its runner at the same time,
-            with a CUDA device of its own, the current one.
+            with a CUDA device of its own, the current one. Where one of them fails, all do.
 
     Attributes:
         inputs: Names of the inputs.
@@ -82,29 +82,32 @@ class Runner:
         runtime_cache: str | PathLike[str] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        installed = installed_tensorrt("running an engine", builder)
-        if runtime_cache is not None and not installed.is_rtx:
-            raise EngineError(f"{installed.title} has no runtime cache; TensorRT for RTX has")
-        if not allow_host_code:
-            load_plugin(installed)
-        trt = installed.module
-        self._log = Log(trt)
-        self._runtime = trt.Runtime(self._log.logger)
-        if self._runtime is None:
-            raise EngineError(f"{installed.title} has no runtime here: {self._log.text()}")
-        if allow_host_code:
-            self._runtime.engine_host_code_allowed = True
-        self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
-        if self._engine is None:
-            raise EngineError(
-                f"{installed.title} does not load {engine}: {self._log.text()}"
-                f"{_hint(installed, builder)}"
-            )
-        self._cache_path = None if runtime_cache is None else Path(runtime_cache)
-        self._cache: Any = None
-        self._context = self._create_context()
-        if self._context is None:
-            raise EngineError(f"{installed.title} does not run {engine}: {self._log.text()}")
+        with before_joining(group):
+            installed = installed_tensorrt("running an engine", builder)
+            if runtime_cache is not None and not installed.is_rtx:
+                raise EngineError(f"{installed.title} has no runtime cache; TensorRT for RTX has")
+            if not allow_host_code:
+                load_plugin(installed)
+            trt = installed.module
+            self._log = Log(trt)
+            self._runtime = trt.Runtime(self._log.logger)
+            if self._runtime is None:
+                raise EngineError(f"{installed.title} has no runtime here: {self._log.text()}")
+            if allow_host_code:
+                self._runtime.engine_host_code_allowed = True
+            self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
+            if self._engine is None:
+                raise EngineError(
+                    f"{installed.title} does not load {engine}: {self._log.text()}"
+                    f"{_hint(installed, builder)}"
+                )
+            self._cache_path = None if runtime_cache is None else Path(runtime_cache)
+            self._cache: Any = None
+            self._context = self._create_context()
+            if self._context is None:
+                raise EngineError(f"{installed.title} does not run {engine}: {self._log.text()}")
+            if group is not None and not hasattr(self._context, "set_communicator"):
+                raise EngineError("an engine of several ranks needs TensorRT 10.16 or later")
         self._communicator = None if group is None else self._join(group)
         self._profile = 0
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
@@ -268,8 +271,6 @@ class Runner:
 
     def _join(self, group: dist.ProcessGroup) -> Communicator:
         """Gives the context a communicator of the group, which has to outlive it."""
-        if not hasattr(self._context, "set_communicator"):
-            raise EngineError("an engine of several ranks needs TensorRT 10.16 or later")
         communicator = Communicator(group)
         if not self._context.set_communicator(communicator.capsule):
             raise EngineError(f"TensorRT does not take the communicator: {self._log.text()}")
