@@ -159,7 +159,7 @@ def _delta_rule(
 
 
 def _cache_among(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns the cache that a forward gets: ``cache``, of older transformers by its other names."""
+    """Returns the cache that a forward gets, whatever transformers' version calls it."""
     bound = inspect.signature(forward).bind(*args, **kwargs).arguments
     given = bound | bound.get("kwargs", {})
     return next((given[name] for name in _CACHES if given.get(name) is not None), None)
