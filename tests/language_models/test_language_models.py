@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, MixtralForCausalLM
 
 import dynamo_moe
 from architecture_table import write_row
@@ -297,6 +298,24 @@ def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
     model = BertLMHeadModel(BertConfig(num_attention_heads=2, **sizes)).eval()
     with pytest.raises(ValueError, match=r"BertLMHeadModel gives no cache .*None: use task text-g"):
         dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+
+
+class CallsItCache(MixtralForCausalLM):
+    """As transformers does from 5.24 on."""
+
+    def forward(
+        self, input_ids: Any, attention_mask: Any, cache: Any = None, **options: Any
+    ) -> Any:
+        outputs = super().forward(input_ids, attention_mask, past_key_values=cache, **options)
+        return SimpleNamespace(logits=outputs.logits, cache=outputs.past_key_values)
+
+
+def test_a_cache_by_its_newer_name(tmp_path: Path) -> None:
+    model = ARCHITECTURES["mixtral"].build()
+    model.__class__ = CallsItCache
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+    assert dynamo_moe.verify(report.path, model).passed
 
 
 def test_tensors_of_another_number_or_length_are_refused(exported: tuple[Any, Path]) -> None:
