@@ -255,6 +255,9 @@ def test_layers_that_share_the_graphs_input(tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model).cases[0].routing_agreement == 1.0
 
 
+@pytest.mark.skipif(
+    not onnxruntime.__version__.startswith("1.31"), reason="ONNX Runtime 1.32 makes no such error"
+)
 def test_the_routings_nodes_hide_no_error_of_the_runtimes_moe(tmp_path: Path) -> None:
     """Where nothing reads the input of its MoE afterwards, ONNX Runtime 1.31 writes over it."""
     torch.manual_seed(0)
