@@ -130,13 +130,13 @@ def verify(
             raise ValueError(f"inputs are those of one file; {path} is a folder")
         options = {"reference": reference, "tolerance": tolerance, "library": library}
         return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
-    runtime_name = describe()
     exchange = None if group is None else Exchange(group)
     model = unwrapped(model)
     reference = None if reference is None else unwrapped(reference)
     with ExitStack() as stack:
         if exchange is not None:
             stack.enter_context(exchange.steps())
+        runtime_name = describe()
         stored = load_graph(path) if exchange is None else own_file(path, exchange)
         proto = inlined(stored)
         if library:

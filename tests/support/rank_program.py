@@ -360,6 +360,11 @@ def broken() -> None:
             with pytest.raises(ValueError, match=r"^rank 1 of 2: no memory is left$"):
                 dynamo_moe.verify(path, model, inputs, group=group)
         model.failure = None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setitem(sys.modules, "onnxruntime", None)
+        with pytest.raises(ValueError, match=r"^rank 1 of 2: .*onnxruntime"):
+            dynamo_moe.verify(path, model, group=group)
     assert dynamo_moe.verify(path, model, group=group).passed
     dist.barrier()
     if rank == 0:
