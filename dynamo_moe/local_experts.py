@@ -86,7 +86,7 @@ class EqualCounts:
         own = torch.full((1,), len(x), device=x.device)
         counts = gather_from_ranks(own, self._ranks, self._group)
         if x.device.type != "cpu" and len(x) in self._known:
-            torch._assert_async((counts == len(x)).all(), _UNEQUAL)
+            torch.ops.aten._assert_async.msg((counts == len(x)).all(), _UNEQUAL)
             return
         if len({*counts.tolist()}) > 1:
             raise ValueError(f"the ranks have {counts.tolist()} tokens of their own: {_UNEQUAL}")

@@ -365,6 +365,10 @@ def broken() -> None:
             patch.setitem(sys.modules, "onnxruntime", None)
         with pytest.raises(ValueError, match=r"^rank 1 of 2: .*onnxruntime"):
             dynamo_moe.verify(path, model, group=group)
+    with pytest.raises(ValueError, match=r"^rank 1 of 2: group needs the file of a rank"):
+        dynamo_moe.verify(path if rank == 0 else path.parent, model, group=group)
+    with pytest.raises(ValueError, match=r"the ranks have \[1, 2\] cases"):
+        dynamo_moe.verify(path, model, [(torch.ones(2, 16),)] * (1 + rank), group=group)
     assert dynamo_moe.verify(path, model, group=group).passed
     dist.barrier()
     if rank == 0:
