@@ -27,6 +27,8 @@ from custom_ops.routing import route
 #: The name of the module within a layer.
 NAME = "local_experts"
 
+_UNEQUAL = "with tokens='split' all ranks need as many tokens, so pad the last batch"
+
 _ROUTER_OPTIONS = {field.name for field in fields(RouterOptions)}
 
 
@@ -59,7 +61,8 @@ class PlainExperts(nn.Module):
 class EqualCounts:
     """Checks that all ranks have as many tokens, as collectives need them to.
 
-    It waits for the host, once for each number.
+    All take part in every check: a rank whose number is new cannot know whether it is for others.
+    On an accelerator the host waits once for each number, and the device checks the others.
 
     Args:
         ranks: The size of the group.
@@ -74,18 +77,19 @@ class EqualCounts:
         """Checks the number of rows, but not while a model is traced.
 
         Raises:
-            ValueError: If it is another one on another rank.
+            ValueError: If it is another one on another rank. Of a number that the host does not
+                wait for, the device fails with an assertion.
         """
-        if torch.compiler.is_compiling() or len(x) in self._known:
+        if torch.compiler.is_compiling():
             return
         check_group(self._group, self._ranks)
-        own = torch.tensor([len(x)], device=x.device)
-        counts = gather_from_ranks(own, self._ranks, self._group).tolist()
-        if len({*counts}) > 1:
-            raise ValueError(
-                f"the ranks have {counts} tokens of their own: with tokens='split' all need as "
-                "many, so pad the last batch"
-            )
+        own = torch.full((1,), len(x), device=x.device)
+        counts = gather_from_ranks(own, self._ranks, self._group)
+        if x.device.type != "cpu" and len(x) in self._known:
+            torch.ops.aten._assert_async.msg((counts == len(x)).all(), _UNEQUAL)
+            return
+        if len({*counts.tolist()}) > 1:
+            raise ValueError(f"the ranks have {counts.tolist()} tokens of their own: {_UNEQUAL}")
         self._known.add(len(x))
 
 

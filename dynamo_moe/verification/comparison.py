@@ -119,24 +119,24 @@ def verify(
         ChildProcessError: If ONNX Runtime, isolated, died.
         TimeoutError: If it took longer than ``timeout``.
     """
-    check_model(model)
-    path = language_models.model_in(Path(path))
-    if timeout is not None and not isolated:
-        raise ValueError("timeout needs isolated=True: only a separate process can be ended")
-    if group is not None and path.is_dir():
-        raise ValueError(f"group needs the file of a rank; {path} is a folder")
-    if path.is_dir():
-        if inputs is not None:
-            raise ValueError(f"inputs are those of one file; {path} is a folder")
-        options = {"reference": reference, "tolerance": tolerance, "library": library}
-        return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
-    runtime_name = describe()
     exchange = None if group is None else Exchange(group)
-    model = unwrapped(model)
-    reference = None if reference is None else unwrapped(reference)
     with ExitStack() as stack:
         if exchange is not None:
             stack.enter_context(exchange.steps())
+        check_model(model)
+        path = language_models.model_in(Path(path))
+        if timeout is not None and not isolated:
+            raise ValueError("timeout needs isolated=True: only a separate process can be ended")
+        if group is not None and path.is_dir():
+            raise ValueError(f"group needs the file of a rank; {path} is a folder")
+        if path.is_dir():
+            if inputs is not None:
+                raise ValueError(f"inputs are those of one file; {path} is a folder")
+            options = {"reference": reference, "tolerance": tolerance, "library": library}
+            return _verify_parts(path, model, isolated=isolated, timeout=timeout, **options)
+        runtime_name = describe()
+        model = unwrapped(model)
+        reference = None if reference is None else unwrapped(reference)
         stored = load_graph(path) if exchange is None else own_file(path, exchange)
         proto = inlined(stored)
         if library:
@@ -145,6 +145,9 @@ def verify(
             _precisions(proto), approximate_gelu=_approximates_gelu(proto)
         )
         trials = _trials(stack, proto, [model] if reference is None else [model, reference], inputs)
+        counts = [] if exchange is None else exchange(len(trials))
+        if len({*counts}) > 1:
+            raise ValueError(f"the ranks have {counts} cases: pass the same to all of them")
         profiles = stack.enter_context(TemporaryDirectory()) if library else ""
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
         file = (

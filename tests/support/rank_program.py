@@ -158,8 +158,10 @@ def split_tokens() -> None:
                 torch.export.export(model, (own,)).module(),
             ):
                 torch.testing.assert_close(compiled(own), result)
-    with pytest.raises(ValueError, match=r"the ranks have \[1, 2.*\] tokens of their own"):
-        model(torch.randn(1 + rank, 8))
+    for least in (1, 6, 6):  # That some or all ranks have had as many before is no matter.
+        with pytest.raises(ValueError, match=rf"ranks have \[{least}, .*\] tokens of their own"):
+            model(torch.randn(least + rank, 8))
+        model(torch.randn(7, 8))
     with pytest.raises(ValueError, match="tokens must be 'all'"):
         dynamo_moe.shard(trained(), plan="experts+heads", tokens="split")
     with pytest.raises(ValueError, match="export a model before it is sharded"):
@@ -358,6 +360,15 @@ def broken() -> None:
             with pytest.raises(ValueError, match=r"^rank 1 of 2: no memory is left$"):
                 dynamo_moe.verify(path, model, inputs, group=group)
         model.failure = None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setitem(sys.modules, "onnxruntime", None)
+        with pytest.raises(ValueError, match=r"^rank 1 of 2: .*onnxruntime"):
+            dynamo_moe.verify(path, model, group=group)
+    with pytest.raises(ValueError, match=r"^rank 1 of 2: group needs the file of a rank"):
+        dynamo_moe.verify(path if rank == 0 else path.parent, model, group=group)
+    with pytest.raises(ValueError, match=r"the ranks have \[1, 2\] cases"):
+        dynamo_moe.verify(path, model, [(torch.ones(2, 16),)] * (1 + rank), group=group)
     assert dynamo_moe.verify(path, model, group=group).passed
     dist.barrier()
     if rank == 0:
