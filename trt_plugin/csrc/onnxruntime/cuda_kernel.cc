@@ -22,9 +22,8 @@ class Scratch {
 
   // Once.
   Status Allocate(const OrtKernelContext* context, std::size_t bytes) {
-    const Status given =
-        Take(api_, api_.KernelContext_GetScratchBuffer(context, allocator_->info(allocator_), bytes,
-                                                       &data_));
+    const Status given = Take(api_, api_.KernelContext_GetScratchBuffer(
+                                        context, allocator_->info(allocator_), bytes, &data_));
     return given.ok() && (data_ != nullptr || bytes == 0)
                ? Status()
                : Status(DYNAMO_MOE_OUT_OF_MEMORY,
