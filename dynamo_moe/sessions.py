@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_moe.files import rank_files
-from dynamo_moe.files.library_operators import library, take_operators
+from dynamo_moe.files.library_operators import library, operator_nodes, take_operators
 from dynamo_moe.files.model_files import load_graph
+from dynamo_moe.moe_nodes.nodes import OFFLOADED_DOMAIN
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -52,15 +53,21 @@ def session(
     Raises:
         FileNotFoundError: If there is no such file or bundle, or the native library is missing.
         ModuleNotFoundError: If ONNX Runtime is not installed.
-        ValueError: If the file is not an ONNX model, or if there are kernels without the provider.
+        ValueError: If the file is not an ONNX model; if there are kernels or offloaded experts, and
+            the CUDA provider is not among ``providers``; or if there are offloaded experts, and
+            this ONNX Runtime has no CUDA provider.
     """
     import onnxruntime
 
     model = load_graph(path)
     rank_files.need_no_rank(path, model)
     options = onnxruntime.SessionOptions() if options is None else options
+    if any(node.domain == OFFLOADED_DOMAIN for node in operator_nodes(model)):
+        # The runtime says of such a node only that it finds no implementation.
+        for names in (providers, onnxruntime.get_available_providers()):
+            _need_provider(f"the offloaded experts of {path}", names)
     if kernels is not None:
-        _need_provider(providers)
+        _need_provider("kernels", providers)
         options.add_session_config_entry(_KERNELS, str(Path(kernels).resolve(strict=True)))
     options.register_custom_ops_library(library())
     if not take_operators(model):
@@ -72,7 +79,7 @@ def session(
     )
 
 
-def _need_provider(providers: Sequence[Any]) -> None:
+def _need_provider(what: str, providers: Sequence[Any]) -> None:
     names = [each if isinstance(each, str) else each[0] for each in providers]
     if _CUDA not in names:
-        raise ValueError(f"kernels are for the provider {_CUDA}, which is not among {names}")
+        raise ValueError(f"{what} are for the provider {_CUDA}, which is not among {names}")

@@ -32,6 +32,7 @@ from dynamo_moe.files.library_operators import OPERATORS, operator_nodes, take_o
 from dynamo_moe.files.library_operators import library as library_file
 from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
+from dynamo_moe.moe_nodes.nodes import OFFLOADED_DOMAIN
 from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import target_of
 from dynamo_moe.operators.foreign import ONNXRUNTIME_ATTENTION, foreign_operator
@@ -531,6 +532,8 @@ def _reason(error: str, proto: onnx.ModelProto) -> str:
                 f"only {foreign.runtime} has {foreign.op_type}. Verify an export of the same model "
                 "with target 'plugin' or 'dense'"
             )
+        if node.domain == OFFLOADED_DOMAIN:
+            return "its experts are offloaded. Verify the file that it was made from"
         if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions:
             return (
                 f"{node.domain}::{node.op_type} has no body in the file. Give register_op a body "

@@ -1015,3 +1015,16 @@ EXPORT int cuTensorMapEncodeTiled(void* map, int type, std::uint32_t rank, void*
   return kSuccess;
 }
 #endif
+
+// Versions of ONNX Runtime's CUDA provider before 1.23 look for these while they are loaded. No
+// test's file has an operator that calls one.
+#define UNUSED(name) \
+  EXPORT int name() { return kNotSupported; }
+UNUSED(cuLaunchCooperativeKernel)
+UNUSED(cuLaunchKernel)
+UNUSED(cuLinkAddData_v2)
+UNUSED(cuLinkAddFile_v2)
+UNUSED(cuLinkComplete)
+UNUSED(cuLinkCreate_v2)
+UNUSED(cuLinkDestroy)
+#undef UNUSED

@@ -104,7 +104,9 @@ class File:
 def providers_of(profile: str) -> set[str]:
     """The providers that have computed MoE nodes, by a profile."""
     events = (event.get("args", {}) for event in json.loads(Path(profile).read_text()))
-    return {e["provider"] for e in events if e.get("op_name", "").startswith("DroplessMoE")}
+    found = (e for e in events if e.get("op_name", "").startswith("DroplessMoE"))
+    # 1.18 has further events of a node, which name none.
+    return {e["provider"] for e in found if "provider" in e}
 
 
 def plain_case(op: str, dtype: torch.dtype = torch.float16, **options: Any) -> Case:

@@ -161,3 +161,15 @@ def test_kernels_that_no_provider_takes(tmp_path: Path) -> None:
         dynamo_moe.session(
             path, providers=["CUDAExecutionProvider"], kernels=tmp_path / "model.moek"
         )
+
+
+def test_offloaded_experts_where_there_is_no_provider_for_them(tmp_path: Path) -> None:
+    model = Model(width=16, hidden=24)
+    path, offloaded = tmp_path / "model.onnx", tmp_path / "offloaded.onnx"
+    dynamo_moe.export(model.eval(), torch.randn(4, 16), path)
+    dynamo_moe.offload_file(path, offloaded, resident_experts=2)
+    message = r"offloaded experts of .*offloaded\.onnx are for .*, which is not among \["
+    with pytest.raises(ValueError, match=rf"{message}'CPUExecutionProvider'\]"):
+        dynamo_moe.session(offloaded)
+    with pytest.raises(ValueError, match=rf"{message}.*'CPUExecutionProvider'"):
+        dynamo_moe.session(offloaded, providers=["CUDAExecutionProvider", "CPUExecutionProvider"])

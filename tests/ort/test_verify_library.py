@@ -82,3 +82,13 @@ def test_files_without_such_nodes(tmp_path: Path) -> None:
     message = "has no node that the native library's operators compute .* with target 'plugin'"
     with pytest.raises(ValueError, match=message):
         dynamo_moe.verify(path, model, library=True)
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_offloaded_experts(library: bool, tmp_path: Path) -> None:
+    model = Layers()
+    path, offloaded = exported(model, tmp_path / "model.onnx"), tmp_path / "offloaded.onnx"
+    dynamo_moe.offload_file(path, offloaded, resident_experts=2)
+    message = r"offloaded\.onnx: its experts are offloaded\. Verify the file that it was made from"
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.verify(offloaded, model, library=library)

@@ -50,7 +50,7 @@ def _functions(names: list[str]) -> str:
             text += f"int {name}(void** made) {{ *made = object; return 0; }}\n"
         else:
             text += f"int {name}() {{ return 0; }}\n"
-    return text + "void* cuda_libraries_object() { return object; }\n}\n"
+    return text + "}\n"
 
 
 def _needed(library: Path) -> list[str]:

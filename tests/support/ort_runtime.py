@@ -17,6 +17,7 @@ from trt_plugin.native import library_path
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 DOMAIN, OFFLOADED = "moe", "moe.offloaded"
 ENTRY = "dynamo_moe.kernels"
+FAIL, INVALID_ARGUMENT = 1, 2
 SOURCE = ROOT / "tests" / "native" / "onnxruntime" / "runtime.cc"
 
 _TYPES = {
@@ -34,7 +35,15 @@ _FILL = 0xFF
 
 
 class OrtError(Exception):
-    """A status with a message."""
+    """A status with a message.
+
+    Attributes:
+        code: FAIL or INVALID_ARGUMENT.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class _Tensor(ctypes.Structure):
@@ -54,7 +63,7 @@ def _runtime() -> ctypes.CDLL:
         *("-O1", "-fPIC", "-shared", "-fvisibility=default", "-pthread"),
     )
     library = ctypes.CDLL(str(path))
-    for name in ("options_new", "operator", "node_new", "scratch"):
+    for name in ("options_new", "operator", "node_new"):
         getattr(library, f"ort_{name}").restype = ctypes.c_void_p
     for name in ("register", "kernel_new", "call", "message"):
         getattr(library, f"ort_{name}").restype = ctypes.c_char_p
@@ -64,7 +73,7 @@ def _runtime() -> ctypes.CDLL:
 
 def _check(failure: bytes | None) -> None:
     if failure is not None:
-        raise OrtError(failure.decode())
+        raise OrtError(failure.decode(), _runtime().ort_failure_code())
 
 
 def _tensors(each: Sequence[tuple[int, Sequence[int] | None, int]]) -> ctypes.Array:
@@ -98,19 +107,12 @@ def fail_scratch(how: int) -> None:
     _runtime().ort_fail_scratch(how)
 
 
-def scratch() -> tuple[int, int]:
-    """The address and the bytes of this thread's last scratch memory."""
-    size = ctypes.c_size_t()
-    return _runtime().ort_scratch(ctypes.byref(size)) or 0, size.value
-
-
 class Options:
     """A session's options, in which the library is registered.
 
     Args:
         kernels: The session's entry that names a bundle.
         version: The runtime's version.
-        library: The library.
     """
 
     def __init__(
@@ -118,7 +120,6 @@ class Options:
         kernels: Path | str | None = None,
         *,
         version: str = "1.31.1",
-        library: Path | None = None,
     ) -> None:
         self._call = _runtime()
         self._call.ort_set_version(version.encode())
@@ -126,7 +127,7 @@ class Options:
         if kernels is not None:
             entry = (ENTRY.encode(), str(kernels).encode())
             self._call.ort_options_entry(self._options, *entry)
-        loaded = ctypes.CDLL(str(library or library_path()))
+        loaded = ctypes.CDLL(str(library_path()))
         register = ctypes.cast(loaded.RegisterCustomOps, ctypes.c_void_p)
         _check(self._call.ort_register(self._options, register))
 

@@ -414,7 +414,7 @@ def test_a_shared_cache_is_not_captured(driver):
     with gpu.open(case, 2) as program, program.open_cache(shared=True) as cache:
         cache.prepare()
         call = Call(program, case)
-        message = "share cannot be captured: a graph does not wait for the other contexts' calls"
+        message = "share cannot be captured: a graph does not wait for the others' calls"
         with pytest.raises(LauncherError, match=message):
             gpu.streams.capture(stream, lambda: call.enqueue(cache, stream))
         assert not gpu.streams.graph

@@ -12,6 +12,7 @@
 #include <vector>
 
 struct OrtStatus {
+  ort::ErrorCode code;
   std::string message;
 };
 
@@ -70,8 +71,7 @@ std::string version = "1.31.1";
 std::atomic<std::int64_t> live{0};
 std::atomic<std::int32_t> failing{0};
 thread_local std::string failure;
-thread_local void* last_scratch = nullptr;
-thread_local std::size_t last_bytes = 0;
+thread_local ort::ErrorCode failure_code;
 std::mutex mutex;
 std::map<void*, std::size_t> scratches;
 std::deque<std::string> messages;
@@ -99,7 +99,9 @@ void Release(Object* object) {
   }
 }
 
-OrtStatus* Failed(const std::string& message) { return Made(OrtStatus{message}); }
+OrtStatus* Failed(const std::string& message, ort::ErrorCode code = ort::kFail) {
+  return Made(OrtStatus{code, message});
+}
 
 template <typename Value>
 OrtStatus* Find(const std::map<std::string, Value>& all, const char* name, Value* value) {
@@ -146,8 +148,6 @@ void* AllocateScratch(std::size_t bytes) {
   void* const scratch = whole + kGuard + kShift;
   const std::scoped_lock lock(mutex);
   scratches[scratch] = bytes;
-  last_scratch = scratch;
-  last_bytes = bytes;
   ++live;
   return scratch;
 }
@@ -175,7 +175,7 @@ void FreeScratch(ort::Allocator* /*self*/, void* memory) {
 
 ort::Api MakeApi() {
   ort::Api api;
-  api.CreateStatus = [](ort::ErrorCode, const char* message) { return Failed(message); };
+  api.CreateStatus = [](ort::ErrorCode code, const char* message) { return Failed(message, code); };
   api.GetErrorMessage = [](const OrtStatus* status) { return status->message.c_str(); };
   api.ReleaseStatus = [](OrtStatus* status) { Release(status); };
   // Domains stay with the library.
@@ -305,11 +305,6 @@ ort::Api MakeApi() {
     *buffer = how == 2 || bytes == 0 ? nullptr : AllocateScratch(bytes);
     return nullptr;
   };
-  api.KernelContext_GetInputCount = [](const OrtKernelContext* context,
-                                       std::size_t* count) -> OrtStatus* {
-    *count = context->inputs.size();
-    return nullptr;
-  };
   api.KernelContext_GetInput = [](const OrtKernelContext* context, std::size_t index,
                                   const OrtValue** value) -> OrtStatus* {
     const OrtValue& input = context->inputs.at(index);
@@ -375,11 +370,14 @@ const char* Taken(OrtStatus* status) {
     return nullptr;
   }
   failure = status->message;
+  failure_code = status->code;
   Release(status);
   return failure.c_str();
 }
 
 }  // namespace
+
+std::int32_t ort_failure_code() { return failure_code; }
 
 void ort_set_version(const char* wanted) { version = wanted; }
 
@@ -447,11 +445,6 @@ const char* ort_call(const ort::CustomOp* op, void* kernel, const Tensor* inputs
 }
 
 void ort_fail_scratch(std::int32_t how) { failing = how; }
-
-void* ort_scratch(std::size_t* bytes) {
-  *bytes = last_bytes;
-  return last_scratch;
-}
 
 std::int64_t ort_live() { return live; }
 

@@ -24,6 +24,9 @@ using RegisterFunction = OrtStatus* (*)(OrtSessionOptions*, const ort::ApiBase*)
 extern "C" {
 // Functions that may fail return null, or why they did, until this thread's next failure.
 
+// The code of that failure.
+std::int32_t ort_failure_code();
+
 // The runtime's version from now on: "1.31.1" at first. It has no later entries.
 void ort_set_version(const char* version);
 
@@ -49,8 +52,6 @@ const char* ort_call(const ort::CustomOp* op, void* kernel, const Tensor* inputs
 
 // Makes the next request for scratch memory fail: 1 with a status, 2 with null.
 void ort_fail_scratch(std::int32_t how);
-// The scratch memory that this thread was last given.
-void* ort_scratch(std::size_t* bytes);
 // The objects that the library has not released.
 std::int64_t ort_live();
 // The oldest message of the log, "level text"; null if there is none.

@@ -313,8 +313,8 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
   DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &calls.capturing));
   if (calls.capturing && shared_) {
     return InvalidArgument(
-        "an expert cache that contexts share cannot be captured: a graph does not wait for the "
-        "other contexts' calls; with the attribute expert_cache=0, each context has its own");
+        "an expert cache that contexts or streams share cannot be captured: a graph does not wait "
+        "for the others' calls; with the attribute expert_cache=0, each has its own");
   }
   if (sources_.has_value()) {
     SetWeights(sources_->names, device_->weights(), tensors);

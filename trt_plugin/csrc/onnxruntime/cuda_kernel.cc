@@ -22,13 +22,13 @@ class Scratch {
 
   // Once.
   Status Allocate(const OrtKernelContext* context, std::size_t bytes) {
-    DYNAMO_MOE_RETURN_IF_ERROR(Take(
-        api_,
-        api_.KernelContext_GetScratchBuffer(context, allocator_->info(allocator_), bytes, &data_)));
-    return data_ != nullptr || bytes == 0
+    const Status given = Take(api_, api_.KernelContext_GetScratchBuffer(
+                                        context, allocator_->info(allocator_), bytes, &data_));
+    return given.ok() && (data_ != nullptr || bytes == 0)
                ? Status()
                : Status(DYNAMO_MOE_OUT_OF_MEMORY,
-                        Text("there are no ", bytes, " bytes of the device's memory"));
+                        Text("there are no ", bytes, " bytes of the device's memory",
+                             given.ok() ? "" : ": ", given.message()));
   }
 
   void* data() const { return data_; }

@@ -3,7 +3,7 @@
 //
 // A call enqueues on the provider's stream and waits for nothing, so it can be captured. The
 // workspace is scratch memory of the session's, which is ordered by that stream: where other
-// streams run the same session, it does not pass to them before the kernels have ended.
+// streams run the same session, it does not pass to them before the run has ended.
 #pragma once
 
 #include <array>

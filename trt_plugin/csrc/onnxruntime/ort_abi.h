@@ -93,8 +93,6 @@ using Task = void (*)(void* data, std::size_t index);
         OrtStatus*(const OrtKernelInfo* info, const char* name, std::int64_t* value))              \
   ENTRY(KernelInfoGetAttribute_string, 87,                                                         \
         OrtStatus*(const OrtKernelInfo* info, const char* name, char* text, std::size_t* size))    \
-  ENTRY(KernelContext_GetInputCount, 88,                                                           \
-        OrtStatus*(const OrtKernelContext* context, std::size_t* count))                           \
   ENTRY(KernelContext_GetInput, 90,                                                                \
         OrtStatus*(const OrtKernelContext* context, std::size_t index, const OrtValue** value))    \
   ENTRY(KernelContext_GetOutput, 91,                                                               \
