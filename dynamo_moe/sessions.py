@@ -56,9 +56,12 @@ def session(
         ValueError: If the file is not an ONNX model; if there are kernels or offloaded experts, and
             the CUDA provider is not among ``providers``; or if there are offloaded experts, and
             this ONNX Runtime has no CUDA provider.
+        TypeError: If ``providers`` is one name.
     """
     import onnxruntime
 
+    if isinstance(providers, str):
+        raise TypeError(f"providers must be a list of names, such as [{providers!r}]")
     model = load_graph(path)
     rank_files.need_no_rank(path, model)
     options = onnxruntime.SessionOptions() if options is None else options

@@ -161,6 +161,8 @@ def test_kernels_that_no_provider_takes(tmp_path: Path) -> None:
         dynamo_moe.session(
             path, providers=["CUDAExecutionProvider"], kernels=tmp_path / "model.moek"
         )
+    with pytest.raises(TypeError, match=r"a list of names, such as \['CUDAExecutionProvider'\]"):
+        dynamo_moe.session(path, providers="CUDAExecutionProvider")
 
 
 def test_offloaded_experts_where_there_is_no_provider_for_them(tmp_path: Path) -> None:
