@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         join_profiles,
         parse_shapes,
         read_engine,
+        write_triton_model,
     )
     from trt_plugin.native import library_path
     from trt_plugin.plugin import PluginLoadError, load, sharing_kernels
@@ -60,6 +61,7 @@ __all__ = [
     "Runner",
     "bench_engines",
     "BenchmarkReport",
+    "write_triton_model",
 ]
 
 # Imported at first use: a bundle is read without PyTorch and Triton.
@@ -88,6 +90,7 @@ _HOME = {
     "Runner": "engine",
     "bench_engines": "engine",
     "BenchmarkReport": "engine",
+    "write_triton_model": "engine",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dynamo_moe.cli import engines, models, products  # noqa: F401  Importing adds the commands.
+from dynamo_moe.cli import engines, models, products, serving  # noqa: F401  Importing adds the commands.
 from dynamo_moe.cli.common import app
 
 __all__ = ["app", "main"]

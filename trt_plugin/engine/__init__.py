@@ -8,6 +8,7 @@ from trt_plugin.engine.benchmark import BenchmarkReport, Timing, bench_engines
 from trt_plugin.engine.building import EngineReport, PluginLayer, TensorInfo, build_engine
 from trt_plugin.engine.engine_file import EngineContents, StoredProgram, is_engine, read_engine
 from trt_plugin.engine.installed import BUILDERS, EngineError, Installed, installed_tensorrt
+from trt_plugin.engine.model_repository import write_triton_model
 from trt_plugin.engine.running import Runner
 from trt_plugin.engine.shapes import Profile, check_shapes, join_profiles, parse_shapes
 
@@ -36,4 +37,6 @@ __all__ = [
     "bench_engines",
     "BenchmarkReport",
     "Timing",
+    # Serving
+    "write_triton_model",
 ]
