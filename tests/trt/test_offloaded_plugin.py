@@ -169,7 +169,7 @@ def test_a_shared_cache_is_not_captured(driver, tensorrt, tmp_path):
     assert plugin.enqueue(offloaded.inputs(), y, workspace.data_ptr(), stream=stream) != 0
     driver.end_capture(capture)
     (message,) = tensorrt.messages()
-    assert "with the attribute expert_cache=0, each context has its own" in message
+    assert "with the attribute expert_cache=0, each has its own" in message
     plugin.destroy()
 
 
