@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from custom_ops import write_to_cache
 
 
-class Window(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+class Windowed:
     """Keys and values of the last ``sliding_window - 1`` tokens.
 
     Attributes:
@@ -36,6 +36,10 @@ class Window(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     keeps_all = True
     keys: Any
     values: Any
+    is_initialized: bool
+    cumulative_length: Any
+    sliding_window: int
+    lazy_initialization: Any
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -57,12 +61,15 @@ class Window(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return kept + query_length, self.cumulative_length - kept
 
 
-class WindowAndStates(LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call]
-    """The same beside states of convolutions or linear attention."""
+class Window(Windowed, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """Keys and values alone."""
 
-    keeps_all = True
-    update = Window.update
-    get_mask_sizes = Window.get_mask_sizes
+
+# transformers' two bases differ in what their attributes are.
+class WindowAndStates(  # type: ignore[no-untyped-call, misc, override]
+    Windowed, LinearAttentionAndSlidingWindowAttentionLayer
+):
+    """Keys and values beside states of convolutions or linear attention."""
 
 
 class WithRoom:
