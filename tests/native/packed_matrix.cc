@@ -1,5 +1,5 @@
 // Decodes random packed matrices of many sizes, whose memory ends where they end, and multiplies
-// them with a few rows: both ways must agree. Sanitizers see what is read.
+// them with a few rows, packed and decoded: all must agree. Sanitizers see what is read.
 #include "onnxruntime/packed_matrix.h"
 
 #include <cmath>
@@ -69,23 +69,33 @@ bool Agrees(Random& random, std::uint32_t weight_format) {
   ort::Decode(matrix, 0, part, decoded.get());
   ort::Decode(matrix, part, matrix.rows - part, decoded.get() + part * matrix.columns);
   const std::int64_t count = random(1, ort::kMostFewRows);
-  const std::vector<float> others(static_cast<std::size_t>(count) * columns, 1);
-  const std::unique_ptr<float[]> result(new float[static_cast<std::size_t>(count) * rows]);
+  std::vector<float> others(static_cast<std::size_t>(count) * columns);
+  for (float& other : others) {
+    other = static_cast<float>(random(-9, 9));
+  }
+  const std::size_t numbers = static_cast<std::size_t>(count) * rows;
+  const std::unique_ptr<float[]> result(new float[numbers]);
+  const std::unique_ptr<float[]> of_decoded(new float[numbers]);
   ort::MultiplyFewRows(matrix, nullptr, others.data(), count, result.get());
-  for (std::size_t i = 0; i < static_cast<std::size_t>(count) * rows; ++i) {
+  ort::MultiplyFewRows(decoded.get(), matrix.rows, matrix.columns, nullptr, others.data(), count,
+                       of_decoded.get());
+  for (std::size_t i = 0; i < numbers; ++i) {
     double sum = 0;
     double most = 0;
     for (std::size_t column = 0; column < columns; ++column) {
       const double number = decoded[i % rows * columns + column];
-      sum += number;
-      most += std::abs(number);
+      const double other = others[i / rows * columns + column];
+      sum += number * other;
+      most += std::abs(number * other);
     }
-    if (!(std::abs(sum - static_cast<double>(result[i])) <= 1e-5 * most)) {
-      std::printf("format %s, %lld columns in blocks of %lld: %g, decoded %g\n", weights.name,
-                  static_cast<long long>(matrix.columns),
-                  static_cast<long long>(matrix.block_columns), static_cast<double>(result[i]),
-                  sum);
-      return false;
+    for (const float* const product : {&result[i], &of_decoded[i]}) {
+      if (!(std::abs(sum - static_cast<double>(*product)) <= 1e-5 * most)) {
+        std::printf(
+            "format %s, %lld columns in blocks of %lld, %s: %g, not %g\n", weights.name,
+            static_cast<long long>(matrix.columns), static_cast<long long>(matrix.block_columns),
+            product == &result[i] ? "packed" : "decoded", static_cast<double>(*product), sum);
+        return false;
+      }
     }
   }
   return true;

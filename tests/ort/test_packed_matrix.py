@@ -10,13 +10,17 @@ from standin import CSRC, ROOT, build, sanitizing
 
 
 @pytest.mark.slow
-def test_nothing_beyond_a_matrix_is_read() -> None:
+@pytest.mark.parametrize("widths", ["all", "narrow"])
+def test_nothing_beyond_a_matrix_is_read(widths: str) -> None:
+    """The loops are other ones where a CPU has vectors of 64 bytes."""
     sources = [
         ROOT / "tests" / "native" / "packed_matrix.cc",
+        CSRC / "onnxruntime" / "few_rows.cc",
         CSRC / "onnxruntime" / "packed_matrix.cc",
         CSRC / "bundle" / "layer.cc",
     ]
-    check = build("packed_matrix", sources, *sanitizing("address,undefined"))
+    flags = sanitizing("address") + ("-DDYNAMO_MOE_NARROW",) * (widths == "narrow")
+    check = build("packed_matrix", sources, *flags)
     done = subprocess.run([check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "2000 matrices\n"

@@ -8,11 +8,8 @@
 #include <vector>
 
 #include "bundle/layer.h"
-#include "onnxruntime/clones.h"
 #include "onnxruntime/few_rows.h"
-
-// Vectors are passed between functions that are all inlined.
-#pragma GCC diagnostic ignored "-Wpsabi"
+#include "onnxruntime/vectors.h"
 
 namespace dynamo_moe::onnxruntime {
 namespace {
@@ -21,179 +18,200 @@ namespace {
 enum : std::uint32_t { kInt4 = 4, kMxfp4, kFp8, kNvfp4, kInt8, kFormats };
 static_assert(std::size(format::kWeightFormats) == kFormats);
 
-// Columns that are decoded together: those of a word of four-bit codes.
-constexpr std::int64_t kPiece = 8;
-using Floats [[gnu::vector_size(kPiece * sizeof(float))]] = float;
-using Codes [[gnu::vector_size(kPiece * sizeof(std::int32_t))]] = std::int32_t;
 constexpr float kInt4Zero = 8;
 
-#define DYNAMO_MOE_INLINE [[gnu::always_inline]] inline
-#define DYNAMO_MOE_INLINED __attribute__((always_inline))  // A lambda.
-
-// The same bits as another type.
-template <typename To, typename From>
-DYNAMO_MOE_INLINE To BitsOf(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-DYNAMO_MOE_INLINE Floats Numbers(const Codes& codes) {
-  return __builtin_convertvector(codes, Floats);
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE Floats<Lanes> Numbers(const Integers<Lanes>& codes) {
+  return __builtin_convertvector(codes, Floats<Lanes>);
 }
 
 struct Uint4 {
   static constexpr std::int64_t kPerByte = 2;
-  DYNAMO_MOE_INLINE static Floats Read(const Codes& codes) { return Numbers(codes); }
+  template <std::int64_t Lanes>
+  DYNAMO_MOE_INLINE static Floats<Lanes> Read(const Integers<Lanes>& codes) {
+    return Numbers<Lanes>(codes);
+  }
 };
 
 struct Int8 {
   static constexpr std::int64_t kPerByte = 1;
-  DYNAMO_MOE_INLINE static Floats Read(const Codes& codes) { return Numbers((codes ^ 128) - 128); }
+  template <std::int64_t Lanes>
+  DYNAMO_MOE_INLINE static Floats<Lanes> Read(const Integers<Lanes>& codes) {
+    return Numbers<Lanes>((codes ^ 128) - 128);
+  }
 };
 
 // Two bits of an exponent and one of a mantissa: eight numbers with a sign.
 struct E2m1 {
   static constexpr std::int64_t kPerByte = 2;
-  DYNAMO_MOE_INLINE static Floats Read(const Codes& codes) {
-    constexpr Floats magnitudes = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
-#ifdef __clang__
-    Floats numbers = {};
-    for (std::int64_t i = 0; i < kPiece; ++i) {
-      numbers[i] = magnitudes[codes[i] & 7];
-    }
-#else
-    const auto numbers = __builtin_shuffle(magnitudes, codes & 7);
-#endif
-    return BitsOf<Floats>(BitsOf<Codes>(numbers) | (codes & 8) << 28);
+  template <std::int64_t Lanes>
+  DYNAMO_MOE_INLINE static Floats<Lanes> Read(const Integers<Lanes>& codes) {
+    constexpr Floats<Lanes> magnitudes = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
+    const auto numbers = At<Lanes>(magnitudes, codes & 7);
+    return BitsOf<Floats<Lanes>>(BitsOf<Integers<Lanes>>(numbers) | (codes & 8) << 28);
   }
 };
 
 // Four bits of an exponent and three of a mantissa; the last code is NaN.
 struct E4m3 {
   static constexpr std::int64_t kPerByte = 1;
-  DYNAMO_MOE_INLINE static Floats Read(const Codes& codes) {
-    const Codes magnitudes = codes & 127;
-    const Codes normal = (magnitudes << 20) + (120 << 23);
-    const auto small = BitsOf<Codes>(0x1p-9F * Numbers(magnitudes));
-    const Codes finite = magnitudes < 8 ? small : normal;
-    const Codes quiet_nan = (magnitudes == 127) & 0x7FC00000;
-    return BitsOf<Floats>(finite | quiet_nan | (codes & 128) << 24);
+  template <std::int64_t Lanes>
+  DYNAMO_MOE_INLINE static Floats<Lanes> Read(const Integers<Lanes>& codes) {
+    const Integers<Lanes> magnitudes = codes & 127;
+    const Integers<Lanes> normal = (magnitudes << 20) + (120 << 23);
+    const auto small = BitsOf<Integers<Lanes>>(0x1p-9F * Numbers<Lanes>(magnitudes));
+    const Integers<Lanes> finite = magnitudes < 8 ? small : normal;
+    const Integers<Lanes> quiet_nan = (magnitudes == 127) & 0x7FC00000;
+    return BitsOf<Floats<Lanes>>(finite | quiet_nan | (codes & 128) << 24);
   }
 };
 
-// The numbers of a piece that begins with a byte.
-template <typename Code>
-DYNAMO_MOE_INLINE Floats ReadPiece(const std::uint8_t* bytes) {
-  if constexpr (Code::kPerByte == 2) {
-    std::int32_t word = 0;
-    std::memcpy(&word, bytes, sizeof(word));
-    constexpr Codes shifts = {0, 4, 8, 12, 16, 20, 24, 28};
-    return Code::Read(((Codes{} + word) >> shifts) & 15);
-  } else {
-    std::int32_t codes[kPiece];
-    for (std::int64_t i = 0; i < kPiece; ++i) {
+// The codes of a vector that begins with a byte; of four-bit ones in the last bits.
+template <typename Code, std::int64_t Lanes>
+DYNAMO_MOE_INLINE Integers<Lanes> CodesAt(const std::uint8_t* bytes) {
+  if constexpr (Code::kPerByte == 1) {
+    std::int32_t codes[Lanes];
+    for (std::int64_t i = 0; i < Lanes; ++i) {
       codes[i] = bytes[i];
     }
-    return Code::Read(BitsOf<Codes>(codes));
+    return BitsOf<Integers<Lanes>>(codes);
+  } else if constexpr (Lanes == kLanes) {
+    std::int32_t word = 0;
+    std::memcpy(&word, bytes, sizeof(word));
+    return (Integers<Lanes>{} + word) >> Integers<Lanes>{0, 4, 8, 12, 16, 20, 24, 28};
+  } else {
+    using Words [[gnu::vector_size(Lanes * sizeof(std::int32_t))]] = std::int64_t;
+    std::int64_t words = 0;
+    std::memcpy(&words, bytes, sizeof(words));
+    constexpr Integers<Lanes> halves = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+    constexpr Integers<Lanes> shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+    return __builtin_shuffle(BitsOf<Integers<Lanes>>(Words{} + words), halves) >> shifts;
   }
 }
 
-template <typename Code>
-DYNAMO_MOE_INLINE float ReadOne(const std::uint8_t* row, std::int64_t column) {
-  const std::int32_t byte = row[column / Code::kPerByte];
-  return Code::Read(Codes{} + (Code::kPerByte == 1 ? byte : (byte >> (4 * (column % 2))) & 15))[0];
-}
+// Decodes a block, which has a scale and maybe a zero point.
+template <typename Code, bool Zeros, std::int64_t Lanes>
+class Decoder {
+ public:
+  DYNAMO_MOE_INLINE Decoder(float scale, float zero) : scale_(scale), zero_(zero) {
+    if constexpr (kHasTable) {
+      constexpr Integers<Lanes> all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      table_ = Decoded(all);
+    }
+  }
 
-// Takes a row's numbers, a piece or one at a time. Scales and zero points are one for each block,
-// of whose size the compiler makes use where it is fixed.
-template <typename Code, bool Zeros, std::int64_t Fixed, typename Sink>
-DYNAMO_MOE_INLINE void ReadBlocks(const std::uint8_t* row, std::int64_t columns, std::int64_t block,
-                                  const float* scales, const float* zeros, Sink* sink) {
-  const std::int64_t size = Fixed == 0 ? block : Fixed;
-  for (std::int64_t from = 0, index = 0; from < columns; from += size, ++index) {
-    const float scale = scales[index];
-    const float zero = Zeros ? zeros[index] : 0;
-    const auto piece = [&](std::int64_t column) DYNAMO_MOE_INLINED {
-      const Floats numbers = ReadPiece<Code>(row + column / Code::kPerByte);
-      return Floats((Zeros ? numbers - zero : numbers) * scale);
-    };
-    const std::int64_t to = Fixed == 0 ? std::min(from + size, columns) : from + Fixed;
-    std::int64_t column = from;
-    if (Fixed != 0 || from % Code::kPerByte == 0) {
-      for (; column + 2 * kPiece <= to; column += 2 * kPiece) {
-        sink->template Piece<0>(column, piece(column));
-        sink->template Piece<1>(column + kPiece, piece(column + kPiece));
-      }
+  DYNAMO_MOE_INLINE Floats<Lanes> Vector(const std::uint8_t* bytes) const {
+    const auto codes = CodesAt<Code, Lanes>(bytes);
+    if constexpr (kHasTable) {
+      return At<Lanes>(table_, codes);
+    } else {
+      return Decoded(Code::kPerByte == 2 ? codes & 15 : codes);
     }
-    for (; column < to; ++column) {
-      const float number = ReadOne<Code>(row, column);
-      sink->One(column, (Zeros ? number - zero : number) * scale);
+  }
+
+  DYNAMO_MOE_INLINE float One(const std::uint8_t* row, std::int64_t column) const {
+    const std::int32_t byte = row[column / Code::kPerByte];
+    const std::int32_t code = Code::kPerByte == 1 ? byte : (byte >> (4 * (column % 2))) & 15;
+    return Decoded(Integers<Lanes>{} + code)[0];
+  }
+
+ private:
+  // All numbers of a block whose codes have four bits are in one vector.
+  static constexpr bool kHasTable = Code::kPerByte == 2 && Lanes == kWideLanes;
+
+  DYNAMO_MOE_INLINE Floats<Lanes> Decoded(const Integers<Lanes>& codes) const {
+    const auto numbers = Code::template Read<Lanes>(codes);
+    return (Zeros ? numbers - zero_ : numbers) * scale_;
+  }
+
+  float scale_;
+  float zero_;
+  Floats<Lanes> table_;
+};
+
+// A row of codes, of which each block has a scale and maybe a zero point.
+template <typename Code, bool Zeros, std::int64_t Lanes>
+struct Row {
+  const std::uint8_t* codes;
+  std::int64_t columns;
+  std::int64_t block;
+  const float* scales;
+  const float* zeros;
+
+  DYNAMO_MOE_INLINE Decoder<Code, Zeros, Lanes> DecoderOf(std::int64_t index) const {
+    return {scales[index], Zeros ? zeros[index] : 0};
+  }
+  DYNAMO_MOE_INLINE const std::uint8_t* At(std::int64_t column) const {
+    return codes + static_cast<std::uint64_t>(column) / Code::kPerByte;
+  }
+};
+
+// Takes a row's numbers from a column on, at which a block begins, a vector or one at a time.
+template <typename Code, bool Zeros, std::int64_t Lanes, typename Sink>
+DYNAMO_MOE_INLINE void ReadBlocks(const Row<Code, Zeros, Lanes>& row, std::int64_t from,
+                                  Sink* sink) {
+  for (std::int64_t index = from / row.block; from < row.columns; from += row.block, ++index) {
+    const auto decoder = row.DecoderOf(index);
+    const std::int64_t to = std::min(from + row.block, row.columns);
+    const auto one_at = [&](std::int64_t column)
+                            DYNAMO_MOE_INLINED { return decoder.One(row.codes, column); };
+    // Vectors begin with a byte.
+    const std::int64_t first = from + from % Code::kPerByte;
+    if (first != from) {
+      sink->One(from, one_at(from));
     }
+    const auto vector_at = [&](std::int64_t column)
+                               DYNAMO_MOE_INLINED { return decoder.Vector(row.At(column)); };
+    ReadColumns<Lanes>(first, to, vector_at, one_at, sink);
   }
 }
 
-template <typename Code, bool Zeros, typename Sink>
-DYNAMO_MOE_INLINE void ReadRow(const std::uint8_t* row, std::int64_t columns, std::int64_t block,
-                               const float* scales, const float* zeros, Sink* sink) {
+// The same for blocks of a size that the compiler makes use of, which whole vectors have.
+template <std::int64_t Block, typename Code, bool Zeros, std::int64_t Lanes, typename Sink>
+DYNAMO_MOE_INLINE void ReadEqualBlocks(const Row<Code, Zeros, Lanes>& row, Sink* sink) {
+  static_assert(Block % Lanes == 0);
+  constexpr std::int64_t turn = std::max(Block, 2 * Lanes);
+  std::int64_t from = 0;
+  for (std::int64_t index = 0; from + turn <= row.columns; from += turn, index += turn / Block) {
+    const std::uint8_t* const codes = row.At(from);
+#pragma GCC unroll 2
+    for (std::int64_t column = 0; column < turn; column += 2 * Lanes) {
+      const std::int64_t next = column + Lanes;
+      sink->template Vector<0>(
+          from + column,
+          row.DecoderOf(index + column / Block).Vector(codes + column / Code::kPerByte));
+      sink->template Vector<1>(
+          from + next, row.DecoderOf(index + next / Block).Vector(codes + next / Code::kPerByte));
+    }
+  }
+  ReadBlocks(row, from, sink);
+}
+
+template <typename Code, bool Zeros, std::int64_t Lanes, typename Sink>
+DYNAMO_MOE_INLINE void ReadRow(const Row<Code, Zeros, Lanes>& row, Sink* sink) {
   if constexpr (Code::kPerByte == 2) {
     constexpr std::int64_t of_nvfp4 = 16;
     constexpr std::int64_t common = 32;
-    if (block == of_nvfp4 && columns % of_nvfp4 == 0) {
-      return ReadBlocks<Code, Zeros, of_nvfp4>(row, columns, block, scales, zeros, sink);
+    if (row.block == of_nvfp4) {
+      return ReadEqualBlocks<of_nvfp4>(row, sink);
     }
-    if (block == common && columns % common == 0) {
-      return ReadBlocks<Code, Zeros, common>(row, columns, block, scales, zeros, sink);
+    if (row.block == common) {
+      return ReadEqualBlocks<common>(row, sink);
     }
   }
-  ReadBlocks<Code, Zeros, 0>(row, columns, block, scales, zeros, sink);
+  ReadBlocks(row, 0, sink);
 }
 
 // Writes a row.
+template <std::int64_t Lanes>
 struct Written {
   float* result;
 
   template <std::int64_t>
-  DYNAMO_MOE_INLINE void Piece(std::int64_t column, const Floats& numbers) const {
+  DYNAMO_MOE_INLINE void Vector(std::int64_t column, const Floats<Lanes>& numbers) const {
     std::memcpy(result + column, &numbers, sizeof(numbers));
   }
   DYNAMO_MOE_INLINE void One(std::int64_t column, float number) const { result[column] = number; }
-};
-
-// Multiplies a row with each of some others. An addition waits for the one before it, so there are
-// two sums of each.
-template <std::int64_t Count>
-struct Multiplied {
-  const float* others;
-  std::int64_t columns;
-  Floats sums[Count][2];
-  float rest[Count];
-
-  template <std::int64_t Turn>
-  DYNAMO_MOE_INLINE void Piece(std::int64_t column, const Floats& numbers) {
-    for (std::int64_t r = 0; r < Count; ++r) {
-      Floats other;
-      std::memcpy(&other, others + r * columns + column, sizeof(other));
-      sums[r][Turn] += numbers * other;
-    }
-  }
-  DYNAMO_MOE_INLINE void One(std::int64_t column, float number) {
-    for (std::int64_t r = 0; r < Count; ++r) {
-      rest[r] += number * others[r * columns + column];
-    }
-  }
-  DYNAMO_MOE_INLINE float Sum(std::int64_t r) const {
-    float lanes[kPiece];
-    const Floats both = sums[r][0] + sums[r][1];
-    std::memcpy(lanes, &both, sizeof(lanes));
-    for (std::int64_t half = kPiece / 2; half > 0; half /= 2) {
-      for (std::int64_t lane = 0; lane < half; ++lane) {
-        lanes[lane] += lanes[lane + half];
-      }
-    }
-    return lanes[0] + rest[r];
-  }
 };
 
 DYNAMO_MOE_INLINE float FromFloat16(std::uint16_t half) {
@@ -224,14 +242,14 @@ DYNAMO_MOE_INLINE void ReadNumbers(const void* stored, std::int64_t first, std::
   }
 }
 
-// A row's scales, from the first of them on.
-DYNAMO_MOE_INLINE void ReadScales(const PackedMatrix& matrix, std::int64_t row, std::int64_t first,
-                                  std::int64_t blocks, float* scales) {
+// A row's scales, from the first of them on: where they lie, or a copy.
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE const float* ReadScales(const PackedMatrix& matrix, std::int64_t row,
+                                          std::int64_t first, std::int64_t blocks, float* scales) {
   const void* const stored = matrix.scales;
   switch (matrix.scales_dtype) {
     case format::kFloat32:
-      ReadNumbers<float>(stored, first, blocks, [](float scale) { return scale; }, scales);
-      break;
+      return static_cast<const float*>(stored) + first;
     case format::kFloat16:
       ReadNumbers<std::uint16_t>(stored, first, blocks, FromFloat16, scales);
       break;
@@ -243,100 +261,131 @@ DYNAMO_MOE_INLINE void ReadScales(const PackedMatrix& matrix, std::int64_t row, 
         ReadNumbers<std::uint8_t>(stored, first, blocks, FromE8m0, scales);
       } else {
         const auto* const codes = static_cast<const std::uint8_t*>(stored) + first;
-        const Written written = {scales};
-        ReadRow<E4m3, false>(codes, blocks, blocks, matrix.global_scales + row, nullptr, &written);
+        const Written<Lanes> written = {scales};
+        ReadRow(Row<E4m3, false, Lanes>{codes, blocks, blocks, matrix.global_scales + row, nullptr},
+                &written);
       }
       break;
   }
+  return scales;
+}
+
+// Whether there is a zero point for each scale.
+DYNAMO_MOE_INLINE bool HasZeros(const PackedMatrix& matrix) {
+  return matrix.zero_points != nullptr && !matrix.one_zero_point;
 }
 
 DYNAMO_MOE_INLINE void ReadZeros(const PackedMatrix& matrix, std::int64_t first,
                                  std::int64_t blocks, float* zeros) {
-  if (matrix.zero_points == nullptr || matrix.one_zero_point) {
-    const bool given = matrix.zero_points != nullptr;
-    std::fill(zeros, zeros + blocks, given ? static_cast<float>(*matrix.zero_points) : kInt4Zero);
-    return;
+  if (HasZeros(matrix)) {
+    ReadNumbers<std::int8_t>(
+        matrix.zero_points, first, blocks,
+        [](std::int8_t zero) { return static_cast<float>(zero); }, zeros);
   }
-  ReadNumbers<std::int8_t>(
-      matrix.zero_points, first, blocks, [](std::int8_t zero) { return static_cast<float>(zero); },
-      zeros);
 }
 
 // Takes the numbers of some rows; make(row) returns what takes a row's, and done(row, sink)
 // follows.
-template <typename Make, typename Done>
+template <std::int64_t Lanes, typename Make, typename Done>
 DYNAMO_MOE_INLINE void ReadRows(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows,
                                 const Make& make, const Done& done) {
   const std::int64_t columns = matrix.columns;
   const std::int64_t block = matrix.block_columns;
   const std::int64_t blocks = (columns + block - 1) / block;
   const std::int64_t bytes = columns / format::kWeightFormats[matrix.weight_format].per_element;
-  std::vector<float> numbers(2 * static_cast<std::size_t>(blocks));
-  float* const scales = numbers.data();
-  float* const zeros = scales + blocks;
+  const float zero = matrix.zero_points == nullptr ? kInt4Zero : *matrix.zero_points;
+  std::vector<float> copied_scales(static_cast<std::size_t>(blocks));
+  std::vector<float> zeros(static_cast<std::size_t>(blocks), zero);
   for (std::int64_t row = first; row < first + rows; ++row) {
     const std::uint8_t* const codes = matrix.values + row * bytes;
     const std::int64_t first_block = row / matrix.block_rows * blocks;
-    ReadScales(matrix, row, first_block, blocks, scales);
+    const float* const scales =
+        ReadScales<Lanes>(matrix, row, first_block, blocks, copied_scales.data());
     auto sink = make(row);
     switch (matrix.weight_format) {
       case kInt4:
-        ReadZeros(matrix, first_block, blocks, zeros);
-        ReadRow<Uint4, true>(codes, columns, block, scales, zeros, &sink);
+        ReadZeros(matrix, first_block, blocks, zeros.data());
+        ReadRow(Row<Uint4, true, Lanes>{codes, columns, block, scales, zeros.data()}, &sink);
         break;
       case kInt8:
-        ReadRow<Int8, false>(codes, columns, block, scales, nullptr, &sink);
+        ReadRow(Row<Int8, false, Lanes>{codes, columns, block, scales, nullptr}, &sink);
         break;
       case kFp8:
-        ReadRow<E4m3, false>(codes, columns, block, scales, nullptr, &sink);
+        ReadRow(Row<E4m3, false, Lanes>{codes, columns, block, scales, nullptr}, &sink);
         break;
       default:
-        ReadRow<E2m1, false>(codes, columns, block, scales, nullptr, &sink);
+        ReadRow(Row<E2m1, false, Lanes>{codes, columns, block, scales, nullptr}, &sink);
         break;
     }
     done(row, sink);
   }
 }
 
-template <std::int64_t Count>
-DYNAMO_MOE_INLINE void Multiply(const PackedMatrix& matrix, const float* bias, const float* rows,
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE void DecodeBy(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows,
                                 float* result) {
-  const auto make = [&](std::int64_t) DYNAMO_MOE_INLINED {
-    return Multiplied<Count>{rows, matrix.columns, {}, {}};
+  const auto make = [&](std::int64_t row) DYNAMO_MOE_INLINED {
+    return Written<Lanes>{result + (row - first) * matrix.columns};
   };
-  ReadRows(matrix, 0, matrix.rows, make, [&](std::int64_t o, const auto& sums) DYNAMO_MOE_INLINED {
-    for (std::int64_t r = 0; r < Count; ++r) {
-      result[r * matrix.rows + o] = sums.Sum(r) + (bias == nullptr ? 0 : bias[o]);
-    }
+  ReadRows<Lanes>(matrix, first, rows, make,
+                  [](std::int64_t, const Written<Lanes>&) DYNAMO_MOE_INLINED {});
+}
+
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE void MultiplyBy(const PackedMatrix& matrix, const float* bias, const float* rows,
+                                  std::int64_t count, float* result) {
+  WithCount<kMostFewRows>(count, [&](auto constant) DYNAMO_MOE_INLINED {
+    constexpr std::int64_t fixed = constant();
+    const auto make = [&](std::int64_t) DYNAMO_MOE_INLINED {
+      return Products<fixed, Lanes>{rows, matrix.columns, {}, {}};
+    };
+    ReadRows<Lanes>(matrix, 0, matrix.rows, make,
+                    [&](std::int64_t row, const auto& products)
+                        DYNAMO_MOE_INLINED { products.Write(bias, row, matrix.rows, result); });
   });
 }
 
-}  // namespace
-
-DYNAMO_MOE_CLONES void Decode(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows,
-                              float* result) {
-  const auto make = [&](std::int64_t row) DYNAMO_MOE_INLINED {
-    return Written{result + (row - first) * matrix.columns};
-  };
-  ReadRows(matrix, first, rows, make, [](std::int64_t, const Written&) DYNAMO_MOE_INLINED {});
+DYNAMO_MOE_CLONES void DecodeNarrow(const PackedMatrix& matrix, std::int64_t first,
+                                    std::int64_t rows, float* result) {
+  DecodeBy<kLanes>(matrix, first, rows, result);
 }
 
-DYNAMO_MOE_CLONES void MultiplyFewRows(const PackedMatrix& matrix, const float* bias,
-                                       const float* rows, std::int64_t count, float* result) {
-  switch (count) {
-    case 1:
-      Multiply<1>(matrix, bias, rows, result);
-      break;
-    case 2:
-      Multiply<2>(matrix, bias, rows, result);
-      break;
-    case 3:
-      Multiply<3>(matrix, bias, rows, result);
-      break;
-    default:
-      Multiply<kMostFewRows>(matrix, bias, rows, result);
-      break;
+DYNAMO_MOE_CLONES void MultiplyNarrow(const PackedMatrix& matrix, const float* bias,
+                                      const float* rows, std::int64_t count, float* result) {
+  MultiplyBy<kLanes>(matrix, bias, rows, count, result);
+}
+
+#ifdef DYNAMO_MOE_WIDE
+DYNAMO_MOE_WIDE void DecodeWide(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows,
+                                float* result) {
+  DecodeBy<kWideLanes>(matrix, first, rows, result);
+}
+
+DYNAMO_MOE_WIDE void MultiplyWide(const PackedMatrix& matrix, const float* bias, const float* rows,
+                                  std::int64_t count, float* result) {
+  MultiplyBy<kWideLanes>(matrix, bias, rows, count, result);
+}
+#endif
+
+}  // namespace
+
+void Decode(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows, float* result) {
+#ifdef DYNAMO_MOE_WIDE
+  if (HasWideVectors()) {
+    return DecodeWide(matrix, first, rows, result);
   }
+#endif
+  DecodeNarrow(matrix, first, rows, result);
+}
+
+void MultiplyFewRows(const PackedMatrix& matrix, const float* bias, const float* rows,
+                     std::int64_t count, float* result) {
+#ifdef DYNAMO_MOE_WIDE
+  if (HasWideVectors()) {
+    return MultiplyWide(matrix, bias, rows, count, result);
+  }
+#endif
+  MultiplyNarrow(matrix, bias, rows, count, result);
 }
 
 }  // namespace dynamo_moe::onnxruntime
