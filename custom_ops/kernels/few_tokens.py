@@ -28,6 +28,7 @@ from custom_ops.kernels.weights import (
     packed_products,
     per_element,
     place_of,
+    sums_of_row,
     weights_at,
     weights_places,
 )
@@ -104,7 +105,7 @@ def few_up_kernel(
     if ENCODING == "plain":
         products = tl.zeros((BLOCK_K, ROWS) if W1_TRANSPOSED else (ROWS, BLOCK_K), tl.float32)
     else:
-        products = tl.zeros((ROWS, BLOCK_K // (4 * per_element(ENCODING))), tl.float32)
+        products = tl.zeros((ROWS, sums_of_row(ENCODING, SCALE_K, D, BLOCK_K)), tl.float32)
     for start in tl.range(0, D, BLOCK_K, num_stages=NUM_STAGES):
         if ENCODING == "plain":
             x = tl.load(x_ptrs + start, mask=start + k < D, other=0.0)
@@ -186,13 +187,15 @@ def few_down_kernel(
     Where only some of the experts are resident, it computes the terms of a wave's experts.
     """
     SLOTS: tl.constexpr = triton.next_power_of_2(K)
-    K_AXIS: tl.constexpr = 1 if W2_TRANSPOSED else 2
+    # Tiles are [rows, slots, vector], or [vector, slots, rows]: a thread has several rows of a
+    # slot, and converts its vector's numbers once for all of them.
+    K_AXIS: tl.constexpr = 0 if W2_TRANSPOSED else 2
     ROW: tl.constexpr = H // per_element(ENCODING)  # Elements of a row's weights.
     token = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = tl.expand_dims(d.to(tl.int64), (0, K_AXIS))
-    k = tl.expand_dims(tl.arange(0, BLOCK_K), (0, 3 - K_AXIS))
-    s = tl.arange(0, SLOTS)[:, None, None]
+    n = tl.expand_dims(d.to(tl.int64), (1, K_AXIS))
+    k = tl.expand_dims(tl.arange(0, BLOCK_K), (1, 2 - K_AXIS))
+    s = tl.arange(0, SLOTS)[None, :, None]
     slot = token * K + s
     if PDL:
         # The first weights come to L2 while the first kernel ends. The ids are older than it, since
@@ -215,13 +218,13 @@ def few_down_kernel(
 
     # All slots at once, since one expert's rows alone are too little to have in flight.
     if ENCODING != "plain":
-        WORDS: tl.constexpr = BLOCK_K // (4 * per_element(ENCODING))
-        products = tl.zeros((SLOTS, BLOCK_N, WORDS), tl.float32)
-        k = tl.expand_dims(tl.arange(0, WORDS), (0, 1))
+        SUMS: tl.constexpr = sums_of_row(ENCODING, SCALE_K, H, BLOCK_K)
+        products = tl.zeros((BLOCK_N, SLOTS, SUMS), tl.float32)
+        k = tl.expand_dims(tl.arange(0, SUMS), (0, 1))
     elif W2_TRANSPOSED:
-        products = tl.zeros((SLOTS, BLOCK_K, BLOCK_N), tl.float32)
+        products = tl.zeros((BLOCK_K, SLOTS, BLOCK_N), tl.float32)
     else:
-        products = tl.zeros((SLOTS, BLOCK_N, BLOCK_K), tl.float32)
+        products = tl.zeros((BLOCK_N, SLOTS, BLOCK_K), tl.float32)
     for start in tl.range(0, H, BLOCK_K, num_stages=NUM_STAGES):
         if ENCODING == "plain":
             inside = has_expert & (start + k < H)
@@ -260,14 +263,15 @@ def few_down_kernel(
         weight = tl.load(expert_weights_ptr + slot, mask=has_expert, other=0.0)
         products *= weight.to(tl.float32)
     results = tl.sum(products, axis=K_AXIS)
+    results = results.trans() if W2_TRANSPOSED else results  # [BLOCK_N, SLOTS]
     if rows_ptr is not None:
-        has_row = has_expert.reshape(SLOTS, 1) & (d < D)[None, :]
-        tl.store(rows_ptr + slot.reshape(SLOTS, 1) * D + d[None, :], results, mask=has_row)
+        has_row = has_expert.reshape(1, SLOTS) & (d < D)[:, None]
+        tl.store(rows_ptr + slot.reshape(1, SLOTS) * D + d[:, None], results, mask=has_row)
     else:
         y = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.static_range(K):
-            is_slot = tl.arange(0, SLOTS)[:, None] == i
-            y += tl.sum(tl.where(is_slot, results, 0.0), axis=0)
+            is_slot = tl.arange(0, SLOTS)[None, :] == i
+            y += tl.sum(tl.where(is_slot, results, 0.0), axis=1)
         if x_ptr is not None:
             y += tl.load(x_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
         tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)

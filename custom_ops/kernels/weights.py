@@ -37,9 +37,30 @@ def elements_of(encoding):
 
 
 @triton.constexpr_function
-def _root_of_shift(elements):
-    """Returns the root of the power of two that :func:`_code_in`'s numbers are too small by."""
-    return {"e2m1": 2.0**63, "e4m3": 2.0**60}.get(elements, 1.0)
+def _has_integers(elements):
+    """Returns whether codes are integers from 0 on, of which a zero point is subtracted."""
+    return elements in ("uint4", "int8")
+
+
+@triton.constexpr_function
+def _first_bit(place, elements):
+    """Returns where :func:`_code_in` has an integer: where it lies, or below bit 24."""
+    bits = 4 if elements == "uint4" else 8
+    return place * bits - (8 if place * bits >= 24 else 0)
+
+
+@triton.constexpr_function
+def _x_factor(place, elements):
+    """Returns what x is multiplied by for a code of a place."""
+    if _has_integers(elements):
+        return 2.0 ** (75 - _first_bit(place, elements))
+    return {"e2m1": 2.0**63, "e4m3": 2.0**60}[elements]
+
+
+@triton.constexpr_function
+def _sum_factor(elements):
+    """Returns what the sum of a word's products is multiplied by."""
+    return 2.0**74 if _has_integers(elements) else _x_factor(0, elements)
 
 
 @triton.constexpr_function
@@ -119,13 +140,12 @@ def _unsigned(code):
 
 
 @triton.jit
-def _along(tile, SIZE: tl.constexpr, AXIS_FROM_LAST: tl.constexpr):
-    """Returns 0..SIZE - 1 along an axis of a tile, and 1 along its others."""
-    # The axes of 1: for 2 axes the other one, for 3 the first and one of the last two.
+def _along(tile, SIZE: tl.constexpr, FIRST: tl.constexpr = False):
+    """Returns 0..SIZE - 1 along a tile's last axis, or its FIRST one, and 1 along its others."""
     if len(tile.shape) == 2:
-        places = tl.expand_dims(tl.arange(0, SIZE), AXIS_FROM_LAST)
+        places = tl.expand_dims(tl.arange(0, SIZE), 1 if FIRST else 0)
     else:
-        places = tl.expand_dims(tl.arange(0, SIZE), (0, 1 + AXIS_FROM_LAST))
+        places = tl.expand_dims(tl.arange(0, SIZE), (1, 2) if FIRST else (0, 1))
     return places
 
 
@@ -178,14 +198,14 @@ def _decoded(
     ROW_BYTES: tl.constexpr = K // PER_BYTE
     SCALES: tl.constexpr = (K + SCALE_K - 1) // SCALE_K
     GROUPS: tl.constexpr = BLOCK_K // SCALE_K if SCALE_K < K and SCALE_K < BLOCK_K else 1
-    byte = start // PER_BYTE + _along(n, BLOCK_K // PER_BYTE, 0)
+    byte = start // PER_BYTE + _along(n, BLOCK_K // PER_BYTE)
     packed = tl.load(
         w_ptr + (expert * N + n) * ROW_BYTES + byte, mask=inside & (byte < ROW_BYTES), other=0
     )
     codes = packed if ELEMENTS == "int8" else _unsigned(packed)
     if PER_BYTE == 2:
         codes = _joined(tl.join(codes & 15, codes >> 4), BLOCK_K)
-    group = start // SCALE_K + _along(n, GROUPS, 0)
+    group = start // SCALE_K + _along(n, GROUPS)
     if SCALE_N < N:
         row = expert * ((N + SCALE_N - 1) // SCALE_N) + n // SCALE_N
     else:
@@ -213,7 +233,7 @@ def _decoded(
         values = _by_groups(codes.to(tl.float32), GROUPS)
     tile = _joined(values * scales, BLOCK_K)
     if ELEMENTS == "uint4" and K % BLOCK_K != 0:  # The others' code 0 is a zero.
-        tile = tl.where(start + _along(n, BLOCK_K, 0) < K, tile, 0.0)
+        tile = tl.where(start + _along(n, BLOCK_K) < K, tile, 0.0)
     return tile
 
 
@@ -305,9 +325,9 @@ def weights_at(
     """Returns ``w[expert, n, start:start + BLOCK_K]`` of plain weights as float32, zeros outside.
 
     ``expert`` and ``n`` are int64; they and the masks broadcast to a tile whose axis of the depth
-    is 1: the last, or the last but one if TRANSPOSED.
+    is 1: the last, or the first if TRANSPOSED.
     """
-    k = start + _along(n, BLOCK_K, 1 if TRANSPOSED else 0)
+    k = start + _along(n, BLOCK_K, TRANSPOSED)
     ptrs = weights_places(w_ptr, expert, n, k.to(tl.int64), N, K, TRANSPOSED)
     # In this order: it is the mask of the vectors first, which costs no registers of its own.
     inside = k < K
@@ -317,15 +337,24 @@ def weights_at(
     return tile.to(tl.float32)
 
 
+@triton.constexpr_function
+def sums_of_row(encoding, scale_k, k, block_k):
+    """Returns how many sums :func:`packed_products` returns for a row.
+
+    Each is of words that a thread has, up to four, and that share a scale.
+    """
+    per_word = 4 * per_element(encoding)
+    words = block_k // per_word
+    return max(words // (4 if scale_k >= k else min(scale_k // per_word, 4)), 1)
+
+
 @triton.jit
 def _code_in(word, PLACE: tl.constexpr, ELEMENTS: tl.constexpr):
     """Returns a float32 by a code's place in a word, :func:`packed_products` says of what."""
-    if ELEMENTS == "uint4":
-        shifted = word << (16 - 4 * PLACE) if PLACE < 4 else word >> (4 * PLACE - 16)
-        bits = (shifted & 0xF0000) | 0x43000000
-    elif ELEMENTS == "int8":
-        shifted = word << (15 - 8 * PLACE) if PLACE < 2 else word >> (8 * PLACE - 15)
-        bits = (shifted & 0x7F8000) | 0x43800000
+    if _has_integers(ELEMENTS):
+        BITS: tl.constexpr = 4 if ELEMENTS == "uint4" else 8
+        FIRST_BIT: tl.constexpr = _first_bit(PLACE, ELEMENTS)
+        bits = (word if PLACE * BITS == FIRST_BIT else word >> 8) & ((1 << BITS) - 1 << FIRST_BIT)
     elif ELEMENTS == "e2m1":
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
     else:
@@ -354,14 +383,14 @@ def packed_products(
     SCALE_K: tl.constexpr,
     ONE_ZERO_POINT: tl.constexpr,
 ):
-    """Returns ``w[expert, n, k] * x[k]`` for BLOCK_K of k, summed up over the codes of a word.
+    """Returns ``w[expert, n, k] * x[k]`` for BLOCK_K of k, summed up over some words.
 
-    ``expert``, ``n`` and the masks are as of :func:`_decoded`, and so is the tile, which has a word
-    in each place of its last axis. A weight is not rounded to the operands' dtype. A code becomes
-    the bits of a float32 by a shift and a mask: 128 + q of int4 and 384 + q of int8, of which the
-    sum of x takes off what is too much; an E2M1 number times 2**-126 and an E4M3 number times
-    2**-120, which x and the scale make up for by a half each. A global scale is left to the sum
-    over a row.
+    ``expert``, ``n`` and the masks are as of :func:`_decoded`; the tile's last axis has the sums of
+    :func:`sums_of_row`. A weight is not rounded to the operands' dtype. A code becomes the bits of
+    a float32. Those of an integer stay where they are in the word, if below bit 24: there, at bit
+    b, a float32 is the integer times 2**(b - 149). Those of an E2M1 number are shifted to where
+    they are the number times 2**-126, of an E4M3 number times 2**-120. x and the sum make up for it
+    by a half each. A global scale is left to the sum over a row.
     """
     PER_WORD: tl.constexpr = 4 * per_element(ENCODING)
     ELEMENTS: tl.constexpr = elements_of(ENCODING)
@@ -369,8 +398,7 @@ def packed_products(
     # Elements of x, in a load of 8 bytes.
     X_BITS: tl.constexpr = x_ptr.dtype.scalar.element_ty.primitive_bitwidth
     X_LOAD: tl.constexpr = 64 // X_BITS
-    HALF: tl.constexpr = _root_of_shift(ELEMENTS)
-    word = start // PER_WORD + _along(n, BLOCK_K // PER_WORD, 0)
+    word = start // PER_WORD + _along(n, BLOCK_K // PER_WORD)
     has_word = word < WORDS
     packed = tl.load(
         w_ptr.to(tl.pointer_type(tl.int32)) + (expert * N + n) * WORDS + word,
@@ -392,32 +420,41 @@ def packed_products(
             x = one.to(tl.int32).to(x_ptr.dtype.scalar.element_ty, bitcast=True)
         if x_weight is not None:
             x = x.to(tl.float32) * x_weight
-        x = x.to(dtype).to(tl.float32) * HALF
-        sums += _code_in(packed, i, ELEMENTS) * x
+        x = x.to(dtype).to(tl.float32)
+        sums += _code_in(packed, i, ELEMENTS) * (x * _x_factor(i, ELEMENTS))
         x_sum += x
-    group = word * PER_WORD // SCALE_K
+    if ELEMENTS == "e4m3":
+        # A byte of NaN carries into its highest bit.
+        is_nan = ((packed & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+        sums = tl.where(is_nan != 0, float("nan"), sums)
+    SUMS: tl.constexpr = sums_of_row(ENCODING, SCALE_K, K, BLOCK_K)
+    sums = tl.sum(_by_groups(sums, SUMS), axis=len(n.shape))
+    x_sum = tl.sum(_by_groups(x_sum, SUMS), axis=len(n.shape))
     if SCALE_N < N:
         row = expert * ((N + SCALE_N - 1) // SCALE_N) + n // SCALE_N
     else:
         row = expert + n * 0
-    place = row * ((K + SCALE_K - 1) // SCALE_K) + group
-    scales = _load_scales(scales_ptr + place, inside & has_word, ENCODING)
+    if SCALE_K < K:
+        first = start + _along(n, SUMS) * (BLOCK_K // SUMS)
+        place = row * ((K + SCALE_K - 1) // SCALE_K) + first // SCALE_K
+        has_scale = inside & (first < K)
+    else:
+        place = row
+        has_scale = inside
+    scales = _load_scales(scales_ptr + place, has_scale, ENCODING)
+    sums *= _sum_factor(ELEMENTS)
     if ELEMENTS == "uint4":
         zeros = 8.0
         if zero_points_ptr is not None:
             if ONE_ZERO_POINT:
                 zeros = tl.load(zero_points_ptr + expert + n * 0, mask=inside, other=0)
             else:
-                zeros = tl.load(zero_points_ptr + place, mask=inside & has_word, other=0)
+                zeros = tl.load(zero_points_ptr + place, mask=has_scale, other=0)
             zeros = zeros.to(tl.float32)
-        sums -= (zeros + 128.0) * x_sum
+        sums -= zeros * x_sum
     elif ELEMENTS == "int8":
-        sums -= 384.0 * x_sum
-    elif ELEMENTS == "e4m3":
-        # A byte of NaN carries into its highest bit.
-        is_nan = ((packed & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
-        sums = tl.where(is_nan != 0, float("nan"), sums)
-    return sums * (scales * HALF)
+        sums -= 128.0 * x_sum
+    return sums * scales
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from custom_ops.kernels.launch_waves import launch_in_waves
 from custom_ops.kernels.layer import NoKernelsError
 from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
-from custom_ops.kernels.weights import _decoded, packed_products
+from custom_ops.kernels.weights import _decoded, packed_products, sums_of_row
 from custom_ops.packed_weights import ENCODINGS, WHOLE
 from custom_ops.weight_formats import packed_format
 from kernel_runs import call_tensors, layer_of, run_kernels
@@ -152,48 +152,61 @@ def test_every_code(weight_format: str) -> None:
 @triton.jit
 def _products_kernel(
     w_ptr, scales_ptr, x_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, ENCODING: tl.constexpr,
-    SCALE_K: tl.constexpr, WORDS: tl.constexpr,
+    SCALE_K: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    n, word = tl.arange(0, N)[:, None].to(tl.int64), tl.arange(0, WORDS)[None, :]
+    n, place = tl.arange(0, N)[:, None].to(tl.int64), tl.arange(0, SUMS)[None, :]
     products = packed_products(
         w_ptr, scales_ptr, None, x_ptr, None, 0, n, 0, n < N, True, tl.float32, N, K, K, ENCODING,
         1, SCALE_K, False,
     )  # fmt: skip
-    tl.store(out_ptr + n * WORDS + word, products)
+    tl.store(out_ptr + n * SUMS + place, products)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("weight_format", ENCODINGS)
 def test_every_code_of_few_tokens(weight_format: str, dtype: torch.dtype) -> None:
-    """The product with a vector that has a 1 in one place of each word is the weight there."""
+    """The product with a vector that has a 1 in one place of each sum is the weight there."""
     encoding = ENCODINGS[weight_format]
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.int8)
     values = codes.repeat(256, 1)
-    columns, per_word = 256 * encoding.per_byte, 4 * encoding.per_byte
+    columns = 256 * encoding.per_byte
     shared, scales = columns, torch.linspace(0.1, 3, 256)[:, None].contiguous()
     if encoding.scale_elements:
-        shared, exponents = encoding.block[1], torch.arange(256)
-        if weight_format == "mxfp4":
-            # As far as 2**64: what is beyond is more than a float32 holds of its sums.
-            exponents = exponents.where(exponents <= 127 + 64, 255)
-        scales = exponents.to(torch.uint8).view(torch.int8)[:, None]
-        scales = scales.expand(256, columns // shared).contiguous()
+        shared = encoding.block[1]
+        scales = codes[:, None].expand(256, columns // shared).contiguous()
     factors = torch.ones(256, 1) if encoding.has_global_scales else None
     expected = encoding.decode(values, scales, None, factors, dtype=torch.float32)
-    for place in range(per_word):
+    sums = sums_of_row(weight_format, shared, columns, columns)
+    terms = columns // sums
+    for place in range(terms):
         x = torch.zeros(columns, dtype=dtype)
-        x[place::per_word] = 1
-        out = torch.empty(256, columns // per_word)
+        x[place::terms] = 1
+        out = torch.empty(256, sums)
         _products_kernel[(1,)](
-            *(values, scales, x, out),
-            *(256, columns, weight_format, shared, columns // per_word),
+            *(values, scales, x, out), *(256, columns, weight_format, shared, sums)
         )
-        # A NaN beside is one of the word's terms.
-        is_nan = expected.isnan().view(256, -1, per_word).any(-1)
+        # A NaN beside is one of the sum's terms.
+        is_nan = expected.isnan().view(256, -1, terms).any(-1)
         assert torch.equal(out.isnan(), is_nan)
-        wanted = expected[:, place::per_word]
+        wanted = expected[:, place::terms]
         torch.testing.assert_close(out[~is_nan], wanted[~is_nan], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("token", [2.0**51, 2.0**-51])
+@pytest.mark.parametrize("weight_format", ["int4", "int8"])
+def test_the_largest_and_the_smallest_tokens(weight_format: str, token: float) -> None:
+    """Codes are numbers near the least float32, and tokens are multiplied to make up for it."""
+    values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.int8)[:, None]
+    values, scales = values.repeat(1, 16), torch.ones(256, 1)
+    columns = 16 * ENCODINGS[weight_format].per_byte
+    sums = sums_of_row(weight_format, columns, columns, columns)
+    out = torch.empty(256, sums)
+    x = torch.full((columns,), token)
+    _products_kernel[(1,)](values, scales, x, out, 256, columns, weight_format, columns, sums)
+    decoded = ENCODINGS[weight_format].decode(values, scales, None, None, dtype=torch.float32)
+    expected = decoded.view(256, sums, -1).sum(-1) * token
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_shared_columns_that_blocks_do_not_fit() -> None:
