@@ -28,30 +28,13 @@ DYNAMO_MOE_INLINE void MultiplyBy(const float* weight, std::int64_t out, std::in
   });
 }
 
-DYNAMO_MOE_CLONES void MultiplyNarrow(const float* weight, std::int64_t out, std::int64_t in,
-                                      const float* bias, const float* rows, std::int64_t count,
-                                      float* result) {
-  MultiplyBy<kLanes>(weight, out, in, bias, rows, count, result);
-}
-
-#ifdef DYNAMO_MOE_WIDE
-DYNAMO_MOE_WIDE void MultiplyWide(const float* weight, std::int64_t out, std::int64_t in,
-                                  const float* bias, const float* rows, std::int64_t count,
-                                  float* result) {
-  MultiplyBy<kWideLanes>(weight, out, in, bias, rows, count, result);
-}
-#endif
-
 }  // namespace
 
 void MultiplyFewRows(const float* weight, std::int64_t out, std::int64_t in, const float* bias,
                      const float* rows, std::int64_t count, float* result) {
-#ifdef DYNAMO_MOE_WIDE
-  if (HasWideVectors()) {
-    return MultiplyWide(weight, out, in, bias, rows, count, result);
-  }
-#endif
-  MultiplyNarrow(weight, out, in, bias, rows, count, result);
+  ForCpu([&](auto lanes) DYNAMO_MOE_INLINED {
+    MultiplyBy<lanes()>(weight, out, in, bias, rows, count, result);
+  });
 }
 
 }  // namespace dynamo_moe::onnxruntime

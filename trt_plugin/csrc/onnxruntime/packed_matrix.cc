@@ -345,47 +345,16 @@ DYNAMO_MOE_INLINE void MultiplyBy(const PackedMatrix& matrix, const float* bias,
   });
 }
 
-DYNAMO_MOE_CLONES void DecodeNarrow(const PackedMatrix& matrix, std::int64_t first,
-                                    std::int64_t rows, float* result) {
-  DecodeBy<kLanes>(matrix, first, rows, result);
-}
-
-DYNAMO_MOE_CLONES void MultiplyNarrow(const PackedMatrix& matrix, const float* bias,
-                                      const float* rows, std::int64_t count, float* result) {
-  MultiplyBy<kLanes>(matrix, bias, rows, count, result);
-}
-
-#ifdef DYNAMO_MOE_WIDE
-DYNAMO_MOE_WIDE void DecodeWide(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows,
-                                float* result) {
-  DecodeBy<kWideLanes>(matrix, first, rows, result);
-}
-
-DYNAMO_MOE_WIDE void MultiplyWide(const PackedMatrix& matrix, const float* bias, const float* rows,
-                                  std::int64_t count, float* result) {
-  MultiplyBy<kWideLanes>(matrix, bias, rows, count, result);
-}
-#endif
-
 }  // namespace
 
 void Decode(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows, float* result) {
-#ifdef DYNAMO_MOE_WIDE
-  if (HasWideVectors()) {
-    return DecodeWide(matrix, first, rows, result);
-  }
-#endif
-  DecodeNarrow(matrix, first, rows, result);
+  ForCpu([&](auto lanes) DYNAMO_MOE_INLINED { DecodeBy<lanes()>(matrix, first, rows, result); });
 }
 
 void MultiplyFewRows(const PackedMatrix& matrix, const float* bias, const float* rows,
                      std::int64_t count, float* result) {
-#ifdef DYNAMO_MOE_WIDE
-  if (HasWideVectors()) {
-    return MultiplyWide(matrix, bias, rows, count, result);
-  }
-#endif
-  MultiplyNarrow(matrix, bias, rows, count, result);
+  ForCpu([&](auto lanes)
+             DYNAMO_MOE_INLINED { MultiplyBy<lanes()>(matrix, bias, rows, count, result); });
 }
 
 }  // namespace dynamo_moe::onnxruntime

@@ -1,9 +1,4 @@
-// Loops over vectors, for the CPU that runs them.
-//
-// A function that is marked with DYNAMO_MOE_CLONES is compiled for wider vectors too; the loader
-// takes the one for its CPU. It does so before the thread sanitizer has begun, whose code would be
-// in what it calls. One that is written for kWideLanes is called where HasWideVectors says so; with
-// DYNAMO_MOE_NARROW there is none.
+// Loops over vectors, compiled for several CPUs: ForCpu runs the ones for that which runs it.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +8,14 @@
 // Vectors are passed between functions that are all inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && \
-    !defined(__SANITIZE_THREAD__)
-#define DYNAMO_MOE_CLONES [[gnu::target_clones("default", "arch=x86-64-v3")]]
-#ifndef DYNAMO_MOE_NARROW
-#define DYNAMO_MOE_WIDE [[gnu::target("arch=x86-64-v4")]]
-#endif
-#else
-#define DYNAMO_MOE_CLONES
-#endif
-
 #define DYNAMO_MOE_INLINE [[gnu::always_inline]] inline
 #define DYNAMO_MOE_INLINED __attribute__((always_inline))  // A lambda.
 
 namespace dynamo_moe::onnxruntime {
 
-#ifdef DYNAMO_MOE_WIDE
-inline bool HasWideVectors() { return __builtin_cpu_supports("x86-64-v4") != 0; }
-#endif
-
 // Numbers of a vector; a CPU with AVX-512 has vectors for the wide ones.
-constexpr std::int64_t kLanes = 8;
-constexpr std::int64_t kWideLanes = 16;
+inline constexpr std::int64_t kLanes = 8;
+inline constexpr std::int64_t kWideLanes = 16;
 
 template <std::int64_t Lanes>
 struct VectorOf {
@@ -140,6 +121,46 @@ DYNAMO_MOE_INLINE void WithCount(std::int64_t count, const Function& call) {
     }
   }
   call(std::integral_constant<std::int64_t, Most>{});
+}
+
+#if defined(__x86_64__) && !defined(__clang__)
+template <typename Loop>
+[[gnu::target("avx2,fma")]] void RunForAvx2(const Loop& loop) {
+  loop(std::integral_constant<std::int64_t, kLanes>{});
+}
+
+template <typename Loop>
+[[gnu::target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]] void RunForAvx512(const Loop& loop) {
+  loop(std::integral_constant<std::int64_t, kWideLanes>{});
+}
+
+inline bool HasAvx2() {
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
+}
+
+inline bool HasAvx512() {
+#ifdef DYNAMO_MOE_NARROW  // So that tests run the narrow loops.
+  return false;
+#else
+  return HasAvx2() && __builtin_cpu_supports("avx512f") != 0 &&
+         __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
+         __builtin_cpu_supports("avx512vl") != 0;
+#endif
+}
+#endif
+
+// Calls a function that is always inlined with the lanes of its vectors as a constant.
+template <typename Loop>
+void ForCpu(const Loop& loop) {
+#if defined(__x86_64__) && !defined(__clang__)
+  if (HasAvx512()) {
+    return RunForAvx512(loop);
+  }
+  if (HasAvx2()) {
+    return RunForAvx2(loop);
+  }
+#endif
+  loop(std::integral_constant<std::int64_t, kLanes>{});
 }
 
 }  // namespace dynamo_moe::onnxruntime
