@@ -388,6 +388,14 @@ def test_matmul_nbits_of_float16(form: str, tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float16)).passed
 
 
+def test_matmul_nbits_with_scales_of_another_dtype(tmp_path: Path) -> None:
+    """The operator has its tokens' and its scales' dtype in one."""
+    folder = checkpoint(tmp_path / "model", "AWQ", dtype=torch.float16, num_hidden_layers=1)
+    report = exported(folder, target="onnxruntime")
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7
+    assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_matmul_nbits_does_not_take_is_dequantized(dtype: torch.dtype, tmp_path: Path) -> None:
     """Tokens of bfloat16, or groups of 8."""
