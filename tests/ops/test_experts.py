@@ -235,6 +235,14 @@ def test_by_onednn_the_result_is_the_oracle_s(
         assert_matches(gradient, expected[name], case.dtypes, name)
 
 
+def test_by_onednn_biases_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_grouped, "_ONEDNN_WEIGHTS", 0)
+    case = make_case("experts")
+    biases = {name: case.arguments[name].t().contiguous().t() for name in ("b1", "b2")}
+    assert not any(bias[0].is_contiguous() for bias in biases.values())
+    assert_matches(case.changed(**biases)(), case.oracle(), case.dtypes)
+
+
 def test_onednn_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _grouped._find_onednn_linear() is _grouped._ONEDNN_LINEAR
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
