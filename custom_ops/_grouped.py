@@ -279,9 +279,9 @@ def _find_onednn_linear() -> Callable[..., Tensor] | None:
     """Returns the product that torch.compile's CPU backend uses, where this torch has it.
 
     With 2 to 8 rows an expert it takes 0.5 to 0.75 of the time of ``torch.mm``, whose library
-    packs the weights first (one AVX-512 core, 2048 x 1536, torch 2.13). With at most 512 x 512 it is
-    no faster, and small products take four times as long: a call costs 17 us, and 0.3 ms for each
-    new number of rows. It is not public API.
+    packs the weights first (one AVX-512 core, 2048 x 1536, torch 2.13). With at most 512 x 512 it
+    is no faster, and small products take four times as long: a call costs 17 us, and 0.3 ms for
+    each new number of rows. It is not public API.
     """
     if not torch.backends.mkldnn.is_available():
         return None
