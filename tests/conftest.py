@@ -1,5 +1,6 @@
 """Skips tests that this machine cannot run; without a GPU, kernels run in Triton's interpreter."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -61,6 +62,14 @@ def _interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         interpreter.repair(patch)
         yield
+
+
+@pytest.fixture
+def only_new_objects() -> Iterator[None]:
+    """A search for garbage looks at what the test makes alone; all else takes it a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

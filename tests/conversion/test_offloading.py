@@ -197,6 +197,7 @@ def test_offloaded_models_compile(kind, monkeypatch):
         torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layers_old_memory_is_freed_before_the_next_is_pinned(kind, monkeypatch):
     model = converted(KINDS[kind]())

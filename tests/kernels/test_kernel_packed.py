@@ -41,7 +41,7 @@ OTHERS = ("sm_80", "sm_100", "sm_120")
 
 # Blocks of a depth that has several scales of a row, one, and a part of one.
 PATHS = {
-    "few": (FewConfig(16, 64, 4), FewConfig(8, 16, 4)),
+    "few": (FewConfig(16, 64, 4), FewConfig(32, 16, 4)),
     "gemm": (GemmConfig(16, 16, 64, 4, 2), GemmConfig(16, 32, 16, 4, 2)),
     "gemm-swapped": (
         GemmConfig(16, 32, 32, 4, 2, swapped=True),

@@ -181,9 +181,9 @@ def test_the_file_computes_what_the_decoded_model_does(
 
 def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
     """ONNX Runtime's target joins queries, keys and values only where they are plain."""
-    folder = checkpoint(tmp_path / "model", "int4", hidden_size=192, intermediate_size=320)
+    folder = checkpoint(tmp_path / "model", "int4", num_hidden_layers=1)
     report = exported(folder, target="onnxruntime")
-    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * LAYERS
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7
     assert "Split" not in report.nodes
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
@@ -266,7 +266,8 @@ def test_a_weight_that_something_else_uses_is_decoded(tmp_path: Path) -> None:
     def chosen(name: str) -> bool:
         return name == "model.embed_tokens.weight"
 
-    folder = checkpoint(tmp_path / "model", "int4", chosen=chosen, tie_word_embeddings=True)
+    sizes = {"tie_word_embeddings": True, "num_hidden_layers": 1}
+    folder = checkpoint(tmp_path / "model", "int4", chosen=chosen, **sizes)
     report = exported(folder)
     assert "DequantizeLinear" not in report.nodes
     why = "are decoded: other operators than products use them"
@@ -331,7 +332,7 @@ def test_linked_files_hold_what_is_plain(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_file(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "model", "int4 zero points")
+    folder = checkpoint(tmp_path / "model", "int4 zero points", num_hidden_layers=1)
     report = exported(folder, external_data=True)
     assert [path.suffix for path in report.files] == [".onnx", ".data"]
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
@@ -356,14 +357,20 @@ def test_onnxruntime_multiplies_packed_weights(
 _NOT_MULTIPLIED = {"fp8 rows", "fp8 one scale", "fp8 blocks", "int8 groups of 8"}
 
 
-@pytest.mark.parametrize("form", sorted(FORMS.keys() - _NOT_MULTIPLIED))
-def test_matmul_nbits_computes_what_the_decoded_model_does(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "layers"),
+    [*((form, 1) for form in sorted(FORMS.keys() - _NOT_MULTIPLIED)), ("int4", LAYERS)],
+)
+def test_matmul_nbits_computes_what_the_decoded_model_does(
+    form: str, layers: int, tmp_path: Path
+) -> None:
     """With ONNX Runtime's own options: the node says that tokens keep their precision."""
-    folder = checkpoint(tmp_path / "model", form, hidden_size=192, intermediate_size=320)
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": layers}
+    folder = checkpoint(tmp_path / "model", form, **sizes)
     report = exported(folder, target="onnxruntime", task="text-generation")
-    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * LAYERS
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * layers
     assert "DequantizeLinear" not in report.nodes
-    assert f"{7 * LAYERS} weights of products stay packed, for MatMulNBits" in report.notes
+    assert f"{7 * layers} weights of products stay packed, for MatMulNBits" in report.notes
     whole, ids = load_checkpoint(folder, dtype=torch.float32), token_ids(3, 32)
     session = ort.InferenceSession(report.path)
     feeds = {"input_ids": ids.numpy(), "attention_mask": np.ones_like(ids)}
@@ -375,10 +382,18 @@ def test_matmul_nbits_computes_what_the_decoded_model_does(form: str, tmp_path: 
 
 @pytest.mark.parametrize("form", ["int4", "int4 zero points", "int8 groups", "AWQ"])
 def test_matmul_nbits_of_float16(form: str, tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "model", form, dtype=torch.float16)
+    folder = checkpoint(tmp_path / "model", form, dtype=torch.float16, num_hidden_layers=1)
     report = exported(folder, torch.float16, target="onnxruntime")
-    assert report.nodes["com.microsoft::MatMulNBits"] == 7 * LAYERS
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float16)).passed
+
+
+def test_matmul_nbits_with_scales_of_another_dtype(tmp_path: Path) -> None:
+    """The operator has its tokens' and its scales' dtype in one."""
+    folder = checkpoint(tmp_path / "model", "AWQ", dtype=torch.float16, num_hidden_layers=1)
+    report = exported(folder, target="onnxruntime")
+    assert report.nodes["com.microsoft::MatMulNBits"] == 7
+    assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -411,9 +426,12 @@ def test_the_checkpoint_s_codes_are_linked(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, load_checkpoint(folder)).passed
 
 
-@pytest.mark.parametrize("form", ["int4", "GPTQ", "AWQ", "fp8 blocks", "int8 rows"])
-def test_the_file_has_the_checkpoint_s_bytes(form: str, tmp_path: Path) -> None:
-    wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 64}
+@pytest.mark.parametrize(
+    ("form", "layers"),
+    [("int4", LAYERS), *((form, 1) for form in ("GPTQ", "AWQ", "fp8 blocks", "int8 rows"))],
+)
+def test_the_file_has_the_checkpoint_s_bytes(form: str, layers: int, tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
     folder = checkpoint(tmp_path / "model", form, dtype=torch.bfloat16, **wide)
     report = exported(folder, None)
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())

@@ -223,15 +223,24 @@ def test_blocks_of_tokens_change_nothing(
 
 
 @pytest.mark.parametrize("form", EXPERT_FORMS)
-def test_without_onednn_the_result_is_the_oracle_s(
+def test_by_onednn_the_result_is_the_oracle_s(
     form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_grouped, "_ONEDNN_LINEAR", None)
+    """Which is for larger weights than any of a test."""
+    monkeypatch.setattr(_grouped, "_ONEDNN_WEIGHTS", 0)
     case = make_case("experts", **form)
     assert_matches(case(), case.oracle(), case.dtypes)
     expected = case.gradients(Case.oracle)
     for name, gradient in case.gradients().items():
         assert_matches(gradient, expected[name], case.dtypes, name)
+
+
+def test_by_onednn_biases_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_grouped, "_ONEDNN_WEIGHTS", 0)
+    case = make_case("experts")
+    biases = {name: case.arguments[name].t().contiguous().t() for name in ("b1", "b2")}
+    assert not any(bias[0].is_contiguous() for bias in biases.values())
+    assert_matches(case.changed(**biases)(), case.oracle(), case.dtypes)
 
 
 def test_onednn_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def test_parts_of_the_weights_have_a_cache_of_their_own():
     assert len(_CACHES) == 3
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_cache_lives_as_long_as_its_weights():
     case = case_of()
     run(case)

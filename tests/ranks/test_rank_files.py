@@ -295,7 +295,7 @@ def linked(path: Path, target: Any) -> None:
     if not path.with_name("config.json").exists():
         source.save_pretrained(path.parent, save_original_format=False)
     model = converted(dynamo_moe.open_checkpoint(path.parent))
-    dynamo_moe.export_language_model(model, path, ranks=4, link_weights=True, target=target)
+    dynamo_moe.export_language_model(model, path, ranks=2, link_weights=True, target=target)
 
 
 @pytest.mark.each_value

@@ -1,6 +1,7 @@
-"""A rank of a group, as torchrun starts it: compares sharded models with whole ones.
+"""Ranks of groups, forked from one process: each compares sharded models with whole ones.
 
-``python -m torch.distributed.run --standalone --nproc-per-node 2 rank_program.py CASE``
+``python rank_program.py 2 families heads 4 training`` runs two cases on two ranks, and one on four.
+Forked, they need not import PyTorch each, which takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import onnx
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
@@ -443,16 +445,46 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> None:
-    """Run the cases that are named."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for name in sys.argv[1:]:
+def run(rank: int, ranks: int, store: str, names: list[str]) -> None:
+    """Runs cases as a rank of a group, which meets in the file ``store``."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for name in names:
         torch.manual_seed(0)
         CASES[name]()
-        if dist.get_rank() == 0:
-            print("passed", name, flush=True)  # noqa: T201  For the test.
+        if rank == 0:
+            print("passed", name, "on", ranks, flush=True)  # noqa: T201  For the test.
     dist.destroy_process_group()
+
+
+def groups(arguments: list[str]) -> list[tuple[int, list[str]]]:
+    """Returns numbers of ranks, each with the cases behind it."""
+    found: list[tuple[int, list[str]]] = []
+    for each in arguments:
+        if each.isdigit():
+            found.append((int(each), []))
+        else:
+            found[-1][1].append(each)
+    return found
+
+
+def load() -> None:
+    """Loads what each rank would load anew: the compiler, the exporter and transformers' models."""
+    layer, x = nn.Linear(1, 1), torch.ones(1, 1)
+    with torch.no_grad():
+        torch.compile(layer, backend="eager")(x)
+        torch.export.export(layer, (x,))
+    for family in FAMILIES:
+        ARCHITECTURES[family].build()
+
+
+def main() -> None:
+    """Run the cases that are named, on the numbers of ranks before them."""
+    torch.set_num_threads(1)
+    load()
+    for ranks, cases in groups(sys.argv[1:]):
+        with tempfile.TemporaryDirectory() as folder:
+            store = f"{folder}/store"
+            mp.start_processes(run, (ranks, store, cases), nprocs=ranks, start_method="fork")
 
 
 if __name__ == "__main__":
