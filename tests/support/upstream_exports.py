@@ -17,6 +17,7 @@ symbolic shapes it is compared on twice the batch, too, if the model takes that.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -36,7 +37,7 @@ import dynamo_moe
 from dynamo_moe.pytree import tree_leaves
 
 RIGHT, WRONG, REFUSED, NOT_RUN, SKIPPED = "right", "wrong", "refused", "not run", "no module"
-RANDOM, UNFINISHED = "random", "unfinished"
+RANDOM, UNMASKED, UNFINISHED = "random", "right unmasked", "unfinished"
 # Of upstream's arguments, those that have a meaning here, by our name.
 _OPTIONS = {
     "dynamic_shapes": "dynamic_shapes",
@@ -55,8 +56,9 @@ class Exported:
         model: The class of the model.
         upstream: Whether the exporter under test exports the model.
         ours: Whether our file is right, wrong, does not run in ONNX Runtime, or is refused;
-            "random": it differs from the model, which differs from itself; "unfinished": the test
-            ended before it was written.
+            "random": it differs from the model, which differs from itself; "right unmasked": it is
+            right where the masks hide nothing, and differs where a token may see no other;
+            "unfinished": the test ended before it was written.
         message: The error, if any.
         converted: How many modules were converted first.
     """
@@ -130,7 +132,8 @@ class Plugin:
             inputs, reference = copy.deepcopy((dict(sample_inputs), model))
             symbolic = config["dynamic"] if isinstance(config, dict) else config.dynamic
             takes = inspect.signature(model.forward).parameters
-            if "use_cache" in takes and not any("past" in name for name in inputs):
+            given = [name for name, value in inputs.items() if value is not None]
+            if "use_cache" in takes and not any("past" in name for name in given):
                 inputs["use_cache"] = False
             options = {"kwargs": inputs, "dynamic_shapes": "batch" if symbolic else None}
             if (converted := _converted(outcome, model, inputs)) is not None:
@@ -200,6 +203,10 @@ class Plugin:
             outcome.ours, outcome.message = WRONG, _line(failure)
             if kwargs and _is_random(model, kwargs):
                 outcome.ours = RANDOM
+            elif (seen := _unmasked(case)) is not None:
+                with contextlib.suppress(Exception):
+                    dynamo_moe.verify(path, model, [seen], reference=reference)
+                    outcome.ours = UNMASKED
         except Exception as failure:  # ONNX Runtime has many kinds of exceptions.
             outcome.ours, outcome.message = NOT_RUN, _line(failure)
 
@@ -232,6 +239,13 @@ def _doubled(model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any] |
     except Exception:  # Not every tensor is of the batch.
         return None
     return doubled
+
+
+def _unmasked(case: Any) -> dict[str, Any] | None:
+    """Returns a case whose masks hide nothing, or None where it has none."""
+    masks = [name for name in case if "attention_mask" in name] if isinstance(case, dict) else []
+    masks = [name for name in masks if isinstance(case[name], torch.Tensor)]
+    return {**case, **{name: torch.ones_like(case[name]) for name in masks}} if masks else None
 
 
 def _is_random(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
