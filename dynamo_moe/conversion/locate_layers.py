@@ -121,7 +121,10 @@ def locate_layers(
         paths = list(itertools.takewhile(is_free, _paths_upwards(experts)))
         routing = (path for path in paths if _may_route(model, path, experts))
         if (chosen := next(routing, None)) is not None:
-            layers.append(LayerCandidate(chosen, tuple(paths), experts, is_gated=True))
+            candidate = LayerCandidate(chosen, tuple(paths), experts, is_gated=True)
+            # Stacks of one matrix are a token and positions, as in DINOv2, unless a name says else.
+            if experts.num_experts > 1 or candidate.is_named(model):
+                layers.append(candidate)
         elif stacks_at[experts.path] == 1:
             path = next(_paths_upwards(experts), "")
             candidate = LayerCandidate(path, tuple(paths), experts)
