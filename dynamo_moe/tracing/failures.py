@@ -105,7 +105,7 @@ def explain(error: BaseException) -> str:
             f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
             f"{notes and ', by '}{notes}. {_FIX_A_SIZE}"
         )
-    if "DynamicCache" in cause:
+    if re.search(r"DynamicCache|cache_utils\.\w+Cache", cause):
         return (
             "the model returns its cache of keys and values: pass use_cache=False, or use "
             "dynamo_moe.export_language_model"
