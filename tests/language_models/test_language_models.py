@@ -350,8 +350,8 @@ def test_the_cache_of_a_decoder_behind_an_encoder_is_explained(tmp_path: Path) -
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
     model = T5Model(T5Config(**sizes, num_layers=1))
     ids = torch.ones(2, 4, dtype=torch.int64)
+    kwargs = {"input_ids": ids, "decoder_input_ids": ids}
     with pytest.raises(dynamo_moe.ExportError, match=r"pass use_cache=False, or use"):
-        kwargs = {"input_ids": ids, "decoder_input_ids": ids}
         dynamo_moe.export(model, (), tmp_path / "m.onnx", kwargs=kwargs)
 
 
