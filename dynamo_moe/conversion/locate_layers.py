@@ -295,6 +295,8 @@ def _stacks_in(
         owner, _, last = name.rpartition(".")
         if parameter.ndim not in _STACK_DIMENSIONS or _BIAS.fullmatch(last):
             continue
+        if parameter.shape[-2:].numel() == 1:  # Factors of channels, as in SwiftFormer.
+            continue
         if not _is_kernel(module.get_submodule(owner)):
             key = parameter.shape[:-2].numel(), _member_of_list(module, owner)
             by_experts.setdefault(key, []).append((name,))

@@ -35,9 +35,11 @@ from torch.onnx._internal.exporter import _testing
 
 import dynamo_moe
 from dynamo_moe.pytree import tree_leaves
+from dynamo_moe.tolerances import tolerance_for
 
 RIGHT, WRONG, REFUSED, NOT_RUN, SKIPPED = "right", "wrong", "refused", "not run", "no module"
-RANDOM, UNMASKED, UNFINISHED = "random", "right unmasked", "unfinished"
+RANDOM, ROUNDING, UNMASKED = "random", "rounding", "right unmasked"
+UNFINISHED = "unfinished"
 # Of upstream's arguments, those that have a meaning here, by our name.
 _OPTIONS = {
     "dynamic_shapes": "dynamic_shapes",
@@ -56,9 +58,10 @@ class Exported:
         model: The class of the model.
         upstream: Whether the exporter under test exports the model.
         ours: Whether our file is right, wrong, does not run in ONNX Runtime, or is refused;
-            "random": it differs from the model, which differs from itself; "right unmasked": it is
-            right where the masks hide nothing, and differs where a token may see no other;
-            "unfinished": the test ended before it was written.
+            "random": it differs from the model, which differs from itself; "rounding": the model's
+            own error in float32 is beyond the tolerance; "right unmasked": it is right where the
+            masks hide nothing, and differs where a token may see no other; "unfinished": the test
+            ended before it was written.
         message: The error, if any.
         converted: How many modules were converted first.
     """
@@ -204,9 +207,11 @@ class Plugin:
             if kwargs and _is_random(model, kwargs):
                 outcome.ours = RANDOM
             elif (seen := _unmasked(case)) is not None:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # It is wrong, then.
                     dynamo_moe.verify(path, model, [seen], reference=reference)
                     outcome.ours = UNMASKED
+            if outcome.ours == WRONG and kwargs and _rounds(model, kwargs):
+                outcome.ours = ROUNDING
         except Exception as failure:  # ONNX Runtime has many kinds of exceptions.
             outcome.ours, outcome.message = NOT_RUN, _line(failure)
 
@@ -250,14 +255,34 @@ def _unmasked(case: Any) -> dict[str, Any] | None:
 
 def _is_random(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
     """Whether two runs of the model differ."""
+    return _distance(_results(model, inputs), _results(model, inputs)) > 0
+
+
+def _rounds(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
+    """Whether the model's results in float32 and in float64 differ by more than the tolerance."""
+    wide = {
+        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    try:
+        results = _results(copy.deepcopy(model).double(), wide)
+    except Exception:  # Not every model takes float64.
+        return False
+    return _distance(_results(model, inputs), results) > tolerance_for({torch.float32}).max
+
+
+def _results(model: torch.nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
     with torch.no_grad():
-        first, second = (
-            [each for each in tree_leaves(model(**copy.deepcopy(inputs))) if torch.is_tensor(each)]
-            for _ in range(2)
-        )
-    return any(
-        not torch.equal(one.nan_to_num(), other.nan_to_num())
+        leaves = tree_leaves(model(**copy.deepcopy(inputs)))
+    return [leaf.double().nan_to_num() for leaf in leaves if torch.is_tensor(leaf)]
+
+
+def _distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+    """Returns the greatest difference, relative to the RMS."""
+    return max(
+        float((one - other).abs().max() / other.square().mean().sqrt().clamp(min=1e-30))
         for one, other in zip(first, second, strict=True)
+        if one.numel()
     )
 
 
