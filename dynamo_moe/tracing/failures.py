@@ -24,8 +24,9 @@ from dynamo_moe.tracing.nodes import UnfollowedError
 _TORCH = Path(torch.__file__).parent
 _LANGUAGE_MODELS = Path(__file__).parents[1] / "language_models"
 _PICTURES = (
-    ". The vision tower of a model of transformers is exported with the model, by "
-    "dynamo_moe.export_language_model(model, folder, task='image-text-to-text')"
+    ". Vision towers of some models of transformers are exported with the model, by "
+    "dynamo_moe.export_language_model(model, folder, task='image-text-to-text') "
+    "(docs/how-to/models_that_see_pictures.md)"
 )
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
