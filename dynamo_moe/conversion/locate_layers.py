@@ -123,7 +123,11 @@ def locate_layers(
         if (chosen := next(routing, None)) is not None:
             candidate = LayerCandidate(chosen, tuple(paths), experts, is_gated=True)
             # Stacks of one matrix are a token and positions, as in DINOv2, unless a name says else.
-            if experts.num_experts > 1 or candidate.is_named(model):
+            if (
+                experts.num_experts > 1
+                or candidate.is_named(model)
+                or _names_experts(model.get_submodule(experts.path))
+            ):
                 layers.append(candidate)
         elif stacks_at[experts.path] == 1:
             path = next(_paths_upwards(experts), "")
@@ -144,6 +148,11 @@ def numbers_of_experts(module: nn.Module) -> dict[str, int]:
         for name, value in vars(module).items()
         if "expert" in name.lower() and type(value) is int and value > 1
     }
+
+
+def _names_experts(module: nn.Module) -> bool:
+    """Whether an attribute is named after experts, such as their number, if it is 1."""
+    return any("expert" in name.lower() for name in vars(module))
 
 
 def _has_matrices_of_each(model: nn.Module, experts: LocatedExperts) -> bool:
@@ -295,7 +304,8 @@ def _stacks_in(
         owner, _, last = name.rpartition(".")
         if parameter.ndim not in _STACK_DIMENSIONS or _BIAS.fullmatch(last):
             continue
-        if parameter.shape[-2:].numel() == 1:  # Factors of channels, as in SwiftFormer.
+        # Factors of channels, as in SwiftFormer.
+        if parameter.shape[-2:].numel() == 1 and not _names_experts(module):
             continue
         if not _is_kernel(module.get_submodule(owner)):
             key = parameter.shape[:-2].numel(), _member_of_list(module, owner)
