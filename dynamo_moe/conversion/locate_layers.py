@@ -88,8 +88,20 @@ class LayerCandidate:
         return named or self.experts.num_experts in counts
 
     def looks_like_moe(self, model: nn.Module) -> bool:
-        """Whether it is likely to be one: lists of linear layers may also be a model's layers."""
+        """Whether it is likely to be one.
+
+        Lists of linear layers may also be a model's layers, one matrix a token or positions, as in
+        DINOv2, and matrices of one number factors of channels, as in SwiftFormer.
+        """
         is_typical = self.experts.are_stacked or not self.experts.stacks
+        if self.experts.stacks:
+            holder = model.get_submodule(self.experts.path)
+            sizes = [
+                holder.get_parameter(name).shape[-2:].numel()
+                for names in self.experts.stacks
+                for name in names
+            ]
+            is_typical &= self.experts.num_experts > 1 and max(sizes) > 1
         return self.is_named(model) or (self.is_gated and is_typical)
 
 
@@ -121,14 +133,7 @@ def locate_layers(
         paths = list(itertools.takewhile(is_free, _paths_upwards(experts)))
         routing = (path for path in paths if _may_route(model, path, experts))
         if (chosen := next(routing, None)) is not None:
-            candidate = LayerCandidate(chosen, tuple(paths), experts, is_gated=True)
-            # Stacks of one matrix are a token and positions, as in DINOv2, unless a name says else.
-            if (
-                experts.num_experts > 1
-                or candidate.is_named(model)
-                or _names_experts(model.get_submodule(experts.path))
-            ):
-                layers.append(candidate)
+            layers.append(LayerCandidate(chosen, tuple(paths), experts, is_gated=True))
         elif stacks_at[experts.path] == 1:
             path = next(_paths_upwards(experts), "")
             candidate = LayerCandidate(path, tuple(paths), experts)
@@ -148,11 +153,6 @@ def numbers_of_experts(module: nn.Module) -> dict[str, int]:
         for name, value in vars(module).items()
         if "expert" in name.lower() and type(value) is int and value > 1
     }
-
-
-def _names_experts(module: nn.Module) -> bool:
-    """Whether an attribute is named after experts, such as their number, if it is 1."""
-    return any("expert" in name.lower() for name in vars(module))
 
 
 def _has_matrices_of_each(model: nn.Module, experts: LocatedExperts) -> bool:
@@ -303,9 +303,6 @@ def _stacks_in(
     for name, parameter in module.named_parameters() if holds_stacks else ():
         owner, _, last = name.rpartition(".")
         if parameter.ndim not in _STACK_DIMENSIONS or _BIAS.fullmatch(last):
-            continue
-        # Factors of channels, as in SwiftFormer.
-        if parameter.shape[-2:].numel() == 1 and not _names_experts(module):
             continue
         if not _is_kernel(module.get_submodule(owner)):
             key = parameter.shape[:-2].numel(), _member_of_list(module, owner)
