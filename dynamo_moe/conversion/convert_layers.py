@@ -194,7 +194,8 @@ def _most_doubt(
     model: nn.Module, candidate: LayerCandidate, calls: Mapping[str, OtherArguments]
 ) -> int:
     """Returns how open it may be whether a layer is an MoE layer for it to be reported."""
-    if candidate.is_named(model) or (candidate.is_gated and candidate.experts.are_stacked):
+    is_named, stacks = candidate.is_named(model), candidate.experts.stacks
+    if is_named or (stacks and candidate.looks_like_moe(model)):
         return len(_DOUBTS)
     is_list = candidate.is_gated and not candidate.experts.stacks
     return 1 if is_list or _gets_scores(candidate, calls) else 0

@@ -88,8 +88,20 @@ class LayerCandidate:
         return named or self.experts.num_experts in counts
 
     def looks_like_moe(self, model: nn.Module) -> bool:
-        """Whether it is likely to be one: lists of linear layers may also be a model's layers."""
+        """Whether it is likely to be one.
+
+        Lists of linear layers may also be a model's layers, one matrix a token or positions, as in
+        DINOv2, and matrices of one number factors of channels, as in SwiftFormer.
+        """
         is_typical = self.experts.are_stacked or not self.experts.stacks
+        if self.experts.stacks:
+            holder = model.get_submodule(self.experts.path)
+            sizes = [
+                holder.get_parameter(name).shape[-2:].numel()
+                for names in self.experts.stacks
+                for name in names
+            ]
+            is_typical &= self.experts.num_experts > 1 and max(sizes) > 1
         return self.is_named(model) or (self.is_gated and is_typical)
 
 

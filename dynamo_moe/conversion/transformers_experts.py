@@ -42,7 +42,9 @@ _IMPLEMENTATION = "dynamo_moe"
 # A module that transformers decorated, known by its attributes.
 Experts = Any
 
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+# What every module did in versions of transformers without the attribute: 5.0 has but ``has_bias``
+# and ``is_transposed``.
+_BEFORE = {"has_gate": True, "has_post_expert_norm": False}
 # A factor on tokens with which clamps show.
 _LARGE = 20.0
 # The attributes that say how the implementation computes a module.
@@ -85,7 +87,7 @@ def convert_experts(
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module's forward through its experts interface."""
     return transformers.has_interface(module) and all(
-        hasattr(module, name) for name in (*_FLAGS, "down_proj")
+        hasattr(module, name) for name in ("has_bias", "is_transposed", "down_proj")
     )
 
 
@@ -117,7 +119,11 @@ def experts_weights(module: Experts) -> ExpertWeights:
 
 
 def _first_weight(module: Experts) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
+    return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
+
+
+def _flag(module: Experts, name: str) -> bool:
+    return bool(getattr(module, name, _BEFORE[name]))
 
 
 # --- Identifying a module ---
@@ -184,20 +190,25 @@ def identify_options(module: Experts) -> ExpertOptions:
     Raises:
         ValueError: If ``torch.ops.moe.experts`` has none for it; with the reason.
     """
-    if module.has_post_expert_norm:
+    if _flag(module, "has_post_expert_norm"):
         raise ValueError("it normalises each expert's result before it is weighted")
     if transformers.is_expert_parallel(module):
         raise ValueError("its experts are spread over devices (expert parallelism)")
-    if not module.has_gate:
+    if not _flag(module, "has_gate"):
         return identify_activation(module.act_fn)
     # The names that transformers' models give the two numbers.
-    return identify_activation(
+    identify = partial(
+        identify_activation,
         transformers.gate_function(module),
         gated=True,
-        interleaved=not module.is_concatenated,
         limits=_numbers(module, "limit", "swiglu_limit"),
         alphas=[*_numbers(module, "alpha", "swiglu_alpha"), 1.0],
     )
+    if hasattr(module, "is_concatenated"):
+        return identify(interleaved=not module.is_concatenated)
+    with suppress(ValueError):
+        return identify(interleaved=True)
+    return identify(interleaved=False)
 
 
 def _numbers(module: Experts, *names: str) -> list[float]:

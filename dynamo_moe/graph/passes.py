@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import rules
-from dynamo_moe.graph.matching import integers
+from dynamo_moe.graph.matching import integers, scalar
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.foreign import foreign_operator
@@ -79,6 +79,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
         optimizer.fold_constants_ir(model, should_fold=should_fold)
         _remove_unused(model.graph)
     _count_axes_from_the_front(model)
+    _keep_pads_of_pools(model)
     ir.passes.Sequential(
         common_passes.RemoveUnusedNodesPass(),
         common_passes.RemoveUnusedFunctionsPass(),
@@ -155,6 +156,36 @@ def _count_axes_from_the_front(model: ir.Model) -> None:
                 constant = ir.node("Constant", [], {"value_ints": [axis % rank for axis in axes]})
                 node.graph.insert_before(node, constant)
                 node.replace_input_with(1, constant.outputs[0])
+
+
+def _keep_pads_of_pools(model: ir.Model) -> None:
+    """Makes the zeros of a Pad negative where a pool takes its result.
+
+    ONNX Runtime 1.31 makes a Pad by zeros part of the pool behind it, whose own padding is ignored:
+    the largest of a window is then that of the elements alone, and not at least 0. It compares
+    bytes.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_type != "Pad" or node.domain or not _goes_into_a_pool(node.outputs[0]):
+            continue
+        x, number = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+        if x is None or x.dtype is None or not x.dtype.is_floating_point() or node.graph is None:
+            continue
+        if node.attributes.get_string("mode", "constant") != "constant":
+            continue
+        if number is None or scalar(number) == 0:
+            constant = ir.node("Constant", [], {"value": ir.tensor(-0.0, dtype=x.dtype)})
+            node.graph.insert_before(node, constant)
+            node.resize_inputs(max(3, len(node.inputs)))
+            node.replace_input_with(2, constant.outputs[0])
+
+
+def _goes_into_a_pool(value: ir.Value) -> bool:
+    users = [use.node for use in value.uses()]
+    users += [
+        use.node for user in users if user.op_type == "Cast" for use in user.outputs[0].uses()
+    ]
+    return any(user.op_type in {"AveragePool", "MaxPool"} for user in users)
 
 
 def _merge_equal_nodes(model: ir.Model) -> None:

@@ -22,6 +22,12 @@ from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 from dynamo_moe.tracing.nodes import UnfollowedError
 
 _TORCH = Path(torch.__file__).parent
+_LANGUAGE_MODELS = Path(__file__).parents[1] / "language_models"
+_PICTURES = (
+    ". Vision towers of some models of transformers are exported with the model, by "
+    "dynamo_moe.export_language_model(model, folder, task='image-text-to-text') "
+    "(docs/how-to/models_that_see_pictures.md)"
+)
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
@@ -91,7 +97,7 @@ def explain(error: BaseException) -> str:
     if "data-dependent expression" in cause or "_local_scalar_dense" in cause:
         return (
             f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
-            f"{cause.splitlines()[0]}"
+            f"{cause.splitlines()[0]}{_PICTURES if _packs_pictures(error) else ''}"
         )
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
@@ -100,7 +106,7 @@ def explain(error: BaseException) -> str:
             f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
             f"{notes and ', by '}{notes}. {_FIX_A_SIZE}"
         )
-    if "DynamicCache" in cause:
+    if re.search(r"DynamicCache|cache_utils\.\w+Cache", cause):
         return (
             "the model returns its cache of keys and values: pass use_cache=False, or use "
             "dynamo_moe.export_language_model"
@@ -117,6 +123,14 @@ def explain(error: BaseException) -> str:
             "that have one; dynamo_moe.register_op makes one node of it"
         )
     return f"PyTorch's exporter cannot take the model{where}: {cause}"
+
+
+def _packs_pictures(error: BaseException) -> bool:
+    """Whether code failed that gets pictures' sizes as towers of transformers do, in no part."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any("grid_thw" in frame.f_code.co_varnames for frame in frames) and not any(
+        _is_in(frame, _LANGUAGE_MODELS) for frame in frames
+    )
 
 
 def _is_in(frame: FrameType, folder: Path) -> bool:

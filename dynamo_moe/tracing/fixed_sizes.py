@@ -8,6 +8,7 @@ model refuses such sizes, or gives what the program gives.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
@@ -282,6 +283,26 @@ class _Run(fx.Interpreter):
         if target is torch.ops.aten.view.default:  # A file has no strides that it could not take.
             target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return _body(value) if isinstance(value, fx.GraphModule) else value
+
+
+def _body(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a loop's or a branch's graph that asserts nothing either."""
+    body = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for node in [*body.graph.nodes]:
+        if node.target in ASSERTIONS:
+            body.graph.erase_node(node)
+        elif node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        elif node.op == "get_attr" and isinstance(
+            part := getattr(body, node.target), fx.GraphModule
+        ):
+            setattr(body, node.target, _body(part))
+    body.recompile()
+    return body
 
 
 class _Trials:

@@ -336,9 +336,11 @@ DENSE = {
         "num_conv_pos_embedding_groups": 2,
     },
     "vit": {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8},
+    "dinov2": {**SMALL, "image_size": 32, "patch_size": 8},
     "rwkv": {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3},
     "xlnet": {"vocab_size": 99, "d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 64},
     "llama": {**SMALL, "vocab_size": 99, "num_key_value_heads": 2, "intermediate_size": 64},
+    "swiftformer": {"depths": [1, 1, 1, 1], "embed_dims": [8, 8, 8, 8], "image_size": 32},
     "convnext": {"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2},
 }  # fmt: skip
 

@@ -106,6 +106,17 @@ def test_unconverted_modules_are_named(tmp_path: Path) -> None:
     assert message.endswith(f"dynamo_moe.convert(model) converts them or says why not ({PAGE}).")
 
 
+class Tower(nn.Module):
+    def forward(self, x: Tensor, grid_thw: Tensor) -> Tensor:
+        return x * 2 if grid_thw.prod(-1).max() > 4 else x
+
+
+def test_a_vision_tower_is_exported_with_its_model(tmp_path: Path) -> None:
+    message = failure(Tower(), tmp_path, torch.randn(10, 4), torch.tensor([[1, 2, 3], [1, 2, 2]]))
+    assert "decides by the values of a tensor at " in message
+    assert "export_language_model(model, folder, task='image-text-to-text')" in message
+
+
 def test_unconverted_modules_are_named_where_translation_fails(tmp_path: Path) -> None:
     class Eigenvalues(nn.Module):
         def __init__(self) -> None:

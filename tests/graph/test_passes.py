@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import pytest
+import torch
+import torch.nn.functional as F
 
+import dynamo_moe
 from dynamo_moe.graph import passes
 
 RESHAPED = """<ir_version: 10, opset_import: ["" : 20]>
@@ -123,3 +127,23 @@ def test_values_without_a_name_are_left_without_a_shape() -> None:
     model.graph[0].outputs[0].name = None
     passes._infer_by_onnx(model)
     assert model.graph[0].outputs[0].shape is None
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.max_pool2d(x, 3, 2),
+        lambda x: F.max_pool2d(x, 3, 2, padding=1),
+        lambda x: F.max_pool1d(x[0].double(), 3, 2).float(),
+        lambda x: F.avg_pool2d(x, 3, 2, padding=1, count_include_pad=False),
+    ],
+)
+def test_zeros_around_negative_numbers_are_seen_by_pools(tmp_path: Path, pool: Any) -> None:
+    class Padded(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pool(F.pad(x, [0, 1, 0, 1]))
+
+    path = tmp_path / "m.onnx"
+    x = torch.randn(2, 3, 8, 8) - 3
+    dynamo_moe.export(Padded(), (x,), path)
+    dynamo_moe.verify(path, Padded(), [(x,)])

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel, MixtralForCausalLM
+from transformers import BertConfig, BertLMHeadModel, MixtralForCausalLM, T5Config, T5Model
 
 import dynamo_moe
 from architecture_table import write_row
@@ -344,6 +344,15 @@ def test_a_cache_among_the_results_is_explained(tmp_path: Path) -> None:
         dynamo_moe.export(
             model, (), tmp_path / "m.onnx", kwargs={"input_ids": ids, "use_cache": True}
         )
+
+
+def test_the_cache_of_a_decoder_behind_an_encoder_is_explained(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+    model = T5Model(T5Config(**sizes, num_layers=1))
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    kwargs = {"input_ids": ids, "decoder_input_ids": ids}
+    with pytest.raises(dynamo_moe.ExportError, match=r"pass use_cache=False, or use"):
+        dynamo_moe.export(model, (), tmp_path / "m.onnx", kwargs=kwargs)
 
 
 def test_names_of_inputs_and_outputs(tmp_path: Path) -> None:

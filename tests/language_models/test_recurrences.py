@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -139,3 +140,13 @@ def test_a_fixed_length_needs_no_recurrence(tmp_path: Path) -> None:
     report = dynamo_moe.export(Logits(), (ids,), tmp_path / "model.onnx")
     assert "Scan" not in report.nodes
     dynamo_moe.verify(report.path, Logits())
+
+
+def test_a_symbolic_batch_needs_no_symbolic_length(tmp_path: Path) -> None:
+    """The graph of each loop but the first asserts what was decided by sizes before it."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = MambaForCausalLM(MambaConfig(**sizes, state_size=4))
+    example = {"input_ids": torch.arange(14).reshape(2, 7), "use_cache": False}
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(model, (), path, kwargs=example)
+    dynamo_moe.verify(path, model)

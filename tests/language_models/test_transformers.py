@@ -345,6 +345,24 @@ def test_a_gate_is_known_by_its_numbers(module: nn.Module, options: ExpertOption
 
 
 @pytest.mark.parametrize(
+    ("gate", "interleaved", "numbers"),
+    [(silu_gate, False, {}), (gpt_oss_gate, True, {"alpha": 1.702, "limit": 7.0})],
+)
+def test_experts_of_the_first_versions_with_an_interface_are_known(
+    gate: Any, interleaved: bool, numbers: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 5.0 of transformers says neither whether there is a gate nor where its rows are."""
+    from dynamo_moe.conversion import transformers_experts
+
+    for name in ("has_gate", "has_post_expert_norm", "is_concatenated"):
+        monkeypatch.delattr(Gated, name)
+    module = Gated(gate, **numbers)
+    assert transformers_experts.is_experts(module)
+    options = transformers_experts.identify_options(module)
+    assert (options.gated, options.interleaved) == (True, interleaved)
+
+
+@pytest.mark.parametrize(
     ("module", "reason"),
     [
         (Gated(lambda rows: silu_gate(rows) * 1.001), "gating is none that torch.ops.moe computes"),
