@@ -187,15 +187,16 @@ def few_down_kernel(
     Where only some of the experts are resident, it computes the terms of a wave's experts.
     """
     SLOTS: tl.constexpr = triton.next_power_of_2(K)
-    # Tiles are [rows, slots, vector], or [vector, slots, rows]: a thread has several rows of a
-    # slot, and converts its vector's numbers once for all of them.
-    K_AXIS: tl.constexpr = 0 if W2_TRANSPOSED else 2
+    # A thread has several places of a tile's first axis. Of plain weights these are slots, whose
+    # results it adds up by itself; of packed ones rows, for which it converts a vector once.
+    SLOT_AXIS: tl.constexpr = 0 if ENCODING == "plain" else 1
+    K_AXIS: tl.constexpr = 1 if W2_TRANSPOSED else 2
     ROW: tl.constexpr = H // per_element(ENCODING)  # Elements of a row's weights.
     token = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = tl.expand_dims(d.to(tl.int64), (1, K_AXIS))
-    k = tl.expand_dims(tl.arange(0, BLOCK_K), (1, 2 - K_AXIS))
-    s = tl.arange(0, SLOTS)[None, :, None]
+    n = tl.expand_dims(d.to(tl.int64), (SLOT_AXIS, K_AXIS))
+    k = tl.expand_dims(tl.arange(0, BLOCK_K), (0, 3 - K_AXIS))
+    s = tl.expand_dims(tl.arange(0, SLOTS), (1 - SLOT_AXIS, 2))
     slot = token * K + s
     if PDL:
         # The first weights come to L2 while the first kernel ends. The ids are older than it, since
@@ -222,9 +223,9 @@ def few_down_kernel(
         products = tl.zeros((BLOCK_N, SLOTS, SUMS), tl.float32)
         k = tl.expand_dims(tl.arange(0, SUMS), (0, 1))
     elif W2_TRANSPOSED:
-        products = tl.zeros((BLOCK_K, SLOTS, BLOCK_N), tl.float32)
+        products = tl.zeros((SLOTS, BLOCK_K, BLOCK_N), tl.float32)
     else:
-        products = tl.zeros((BLOCK_N, SLOTS, BLOCK_K), tl.float32)
+        products = tl.zeros((SLOTS, BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.range(0, H, BLOCK_K, num_stages=NUM_STAGES):
         if ENCODING == "plain":
             inside = has_expert & (start + k < H)
@@ -263,15 +264,15 @@ def few_down_kernel(
         weight = tl.load(expert_weights_ptr + slot, mask=has_expert, other=0.0)
         products *= weight.to(tl.float32)
     results = tl.sum(products, axis=K_AXIS)
-    results = results.trans() if W2_TRANSPOSED else results  # [BLOCK_N, SLOTS]
+    results = results.trans() if SLOT_AXIS == 1 else results  # [SLOTS, BLOCK_N]
     if rows_ptr is not None:
-        has_row = has_expert.reshape(1, SLOTS) & (d < D)[:, None]
-        tl.store(rows_ptr + slot.reshape(1, SLOTS) * D + d[:, None], results, mask=has_row)
+        has_row = has_expert.reshape(SLOTS, 1) & (d < D)[None, :]
+        tl.store(rows_ptr + slot.reshape(SLOTS, 1) * D + d[None, :], results, mask=has_row)
     else:
         y = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.static_range(K):
-            is_slot = tl.arange(0, SLOTS)[None, :] == i
-            y += tl.sum(tl.where(is_slot, results, 0.0), axis=1)
+            is_slot = tl.arange(0, SLOTS)[:, None] == i
+            y += tl.sum(tl.where(is_slot, results, 0.0), axis=0)
         if x_ptr is not None:
             y += tl.load(x_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
         tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)

@@ -140,12 +140,12 @@ def _unsigned(code):
 
 
 @triton.jit
-def _along(tile, SIZE: tl.constexpr, FIRST: tl.constexpr = False):
-    """Returns 0..SIZE - 1 along a tile's last axis, or its FIRST one, and 1 along its others."""
+def _along(tile, SIZE: tl.constexpr, LAST_BUT_ONE: tl.constexpr = False):
+    """Returns 0..SIZE - 1 along a tile's last axis, or the LAST_BUT_ONE, and 1 along its others."""
     if len(tile.shape) == 2:
-        places = tl.expand_dims(tl.arange(0, SIZE), 1 if FIRST else 0)
+        places = tl.expand_dims(tl.arange(0, SIZE), 1 if LAST_BUT_ONE else 0)
     else:
-        places = tl.expand_dims(tl.arange(0, SIZE), (1, 2) if FIRST else (0, 1))
+        places = tl.expand_dims(tl.arange(0, SIZE), (0, 2 if LAST_BUT_ONE else 1))
     return places
 
 
@@ -325,7 +325,7 @@ def weights_at(
     """Returns ``w[expert, n, start:start + BLOCK_K]`` of plain weights as float32, zeros outside.
 
     ``expert`` and ``n`` are int64; they and the masks broadcast to a tile whose axis of the depth
-    is 1: the last, or the first if TRANSPOSED.
+    is 1: the last, or the last but one if TRANSPOSED.
     """
     k = start + _along(n, BLOCK_K, TRANSPOSED)
     ptrs = weights_places(w_ptr, expert, n, k.to(tl.int64), N, K, TRANSPOSED)

@@ -293,7 +293,8 @@ DYNAMO_MOE_INLINE void ReadRows(const PackedMatrix& matrix, std::int64_t first, 
   const std::int64_t block = matrix.block_columns;
   const std::int64_t blocks = (columns + block - 1) / block;
   const std::int64_t bytes = columns / format::kWeightFormats[matrix.weight_format].per_element;
-  const float zero = matrix.zero_points == nullptr ? kInt4Zero : *matrix.zero_points;
+  const float zero =
+      matrix.zero_points == nullptr ? kInt4Zero : static_cast<float>(*matrix.zero_points);
   std::vector<float> copied_scales(static_cast<std::size_t>(blocks));
   std::vector<float> zeros(static_cast<std::size_t>(blocks), zero);
   for (std::int64_t row = first; row < first + rows; ++row) {
