@@ -32,6 +32,7 @@ from dynamo_moe.conversion.layer_trial import (
     IsMixtureError,
     NoKnownRouterError,
     NotRoutedError,
+    PlacesError,
     Way,
 )
 from dynamo_moe.conversion.locate_layers import LayerCandidate, LocatedExperts, locate_layers
@@ -62,7 +63,7 @@ _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
 # Equal tokens that are tried, at least and at most, and multiplications for which they are fewer.
 _FEWEST_EQUAL, _MANY, _MOST_OPERATIONS = 301, 4099, 2**33
 # Kinds of reasons against a conversion; later ones leave more open whether it is an MoE layer.
-_DOUBTS = (IsMixtureError, ValueError, NotRoutedError, TakesNoTokensError)
+_DOUBTS = (IsMixtureError, ValueError, NotRoutedError, TakesNoTokensError, PlacesError)
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,8 @@ def _identify_and_prove(
     for way in get_args(Way):
         try:
             candidates = identify_layer(tried, experts, others, way)
+        except PlacesError:  # What the other ways have seen is sorting, too.
+            raise
         except ValueError as refusal:
             reasons.append(refusal)
             continue

@@ -82,6 +82,10 @@ class NotRoutedError(ValueError):
     """The module does not choose among the experts itself; a module around it may."""
 
 
+class PlacesError(NotRoutedError):
+    """The experts' weights are the same for all tokens: the module gets tokens already sorted."""
+
+
 class NoKnownRouterError(ValueError):
     """The module is none of the known routers with its experts; its own code may tell more."""
 
@@ -150,9 +154,9 @@ class LayerTrial:
             case "router":
                 return [self.spec()]
             case "code":
-                return self.specs_of_own_code()
+                return self._that_choose(self.specs_of_own_code())
             case "probes":
-                return self.specs_of_probes()
+                return self._that_choose(self.specs_of_probes())
 
     def spec(self) -> LayerSpec:
         """Returns the first combination that gives the layer's numbers.
@@ -263,6 +267,29 @@ class LayerTrial:
         if not specs:
             raise self._not_a_sum()
         return specs
+
+    def _that_choose(self, specs: list[LayerSpec]) -> list[LayerSpec]:
+        """Returns records whose experts depend on more than on a token's place.
+
+        What gives each expert its part of a tensor is inside of the layer that sorts tokens so.
+
+        Raises:
+            PlacesError: If there are none.
+        """
+        if self.others.tensors or self.draws:
+            return specs
+        others = self.others.of_size(self.x)
+        choosing = []
+        for spec in specs:
+            with same_draws():
+                here, there = (
+                    spec.routing(self.module, x, others) for x in (self.x, self.x.roll(1, -1))
+                )
+            if not (torch.equal(here.ids, there.ids) and torch.equal(here.weights, there.weights)):
+                choosing.append(spec)
+        if not choosing:
+            raise PlacesError("a token's place alone says which of its experts gets it")
+        return choosing
 
     def _spec_of_probes(self, experts: ExpertsSpec, routing: ProbedRouting) -> LayerSpec:
         """Returns the record of a routing; raises ValueError if it cannot return the same."""

@@ -34,6 +34,7 @@ __all__ = [
     "enable_python_dispatcher",
     "exporting",
     "fake_mode",
+    "fractions_unknown",
     "free_unbacked_symbols",
     "graphs_compiled_late",
     "is_module_cast",
@@ -316,6 +317,39 @@ unfused_transformers = ProcessState(_unfused_transformers)
 # A state of its own: captures and decompositions that overlap share one.
 sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 """Treats sizes of 0 and 1 as any other."""
+
+
+def _unknown(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    def is_unknown(value: Any) -> bool:
+        return isinstance(value, (torch.SymFloat, torch.SymBool)) and not has_static_value(value)
+
+    def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(mode, func, types, args, kwargs)
+        if getattr(result, "constant", None) is None:
+            return result
+        if any(map(is_unknown, (*args, *(kwargs or {}).values()))):
+            result.constant = None
+        return result
+
+    return dispatched
+
+
+@contextlib.contextmanager
+def _fractions_unknown() -> Iterator[None]:
+    """Makes no constants of constants and fractions of sizes: ``torch.tensor(2.0) * (rows / 4)``.
+
+    PyTorch knows the values of constants while it traces. It computes with 0 for the fraction, and
+    ``int()`` of the product, as of an expert's capacity, would be that number in the program.
+    """
+    if missing() is not None:
+        yield
+        return
+    with replaced(FakeTensorMode, "dispatch", _unknown):
+        yield
+
+
+fractions_unknown = ProcessState(_fractions_unknown)
+"""Makes no constants of constants and fractions of sizes."""
 
 
 @contextlib.contextmanager

@@ -49,8 +49,10 @@ def _tracing_made_cheap() -> Iterator[None]:
 # A state of its own: captures and decompositions that overlap share one.
 _cheap_tracing = ProcessState(_tracing_made_cheap)
 
-capturing = ProcessState(_cheap_tracing, tracer.unfused_transformers, tracer.sizes_of_one)
+capturing = ProcessState(
+    _cheap_tracing, tracer.unfused_transformers, tracer.sizes_of_one, tracer.fractions_unknown
+)
 """How PyTorch traces a model for ONNX."""
 
-decomposing = ProcessState(_cheap_tracing, tracer.sizes_of_one)
+decomposing = ProcessState(_cheap_tracing, tracer.sizes_of_one, tracer.fractions_unknown)
 """How PyTorch traces single operators of a traced program."""

@@ -151,6 +151,13 @@ def counted(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.arange(count, dtype=x.dtype) + 1 for count in counts)
 
 
+def capacity(x: Tensor) -> tuple[Tensor, ...]:
+    """A number of rows that is computed as a tensor, from a constant and a fraction of a size."""
+    rows = torch.ceil(torch.tensor(2.0) * (x.shape[0] / E)).to(torch.int64)
+    rows = torch.maximum(rows, torch.tensor(1))
+    return torch.zeros(int(rows) * E + 1, W), x
+
+
 def reduced(x: Tensor) -> tuple[Tensor, ...]:
     """Reductions over the last dimension of tensors that may have no rows."""
     token = torch.where(x[:, 0] > 0)[0]
@@ -177,6 +184,7 @@ PROGRAMS = [
     of_equal_sizes,
     unique_values,
     counted,
+    capacity,
     reduced,
     in_regions,
 ]

@@ -27,7 +27,7 @@ class Experts(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         parts = inputs.chunk(self.num_local_experts, dim=1)
         results = []
-        for part, expert in zip(parts, self.deepspeed_experts, strict=True):
+        for part, expert in zip(parts, self.deepspeed_experts):
             out = expert(part)
             results.append(out[0] if isinstance(out, tuple) else out)
         return torch.cat(results, dim=1)
@@ -135,6 +135,43 @@ class MOELayer(nn.Module):
         return combined.reshape(input[0].shape)
 
 
+class RoutesLayer(MOELayer):
+    """As DeepSpeed 0.19 has it: a row of an expert for each route, and no tensor ``[S, E, C]``."""
+
+    def forward(self, *input: Tensor | None) -> Tensor:
+        width = input[0].shape[-1]
+        x_SD = input[0].reshape(-1, width)
+        logits = F.linear(x_SD.float(), self.gate.wg.weight.float())
+        scores = F.softmax(logits, dim=1)
+        factor, least = self.gate.eval_capacity_factor, self.gate.min_capacity
+        capacity = torch.ceil((scores.shape[0] / scores.shape[1]) * torch.tensor(factor))
+        capacity = torch.maximum(capacity.to(torch.int64), torch.tensor(least).to(torch.int64))
+        ids = torch.argmax(scores, dim=1)
+        experts = int(scores.shape[1])
+        mask = F.one_hot(ids, num_classes=experts)
+        if input[1] is not None:
+            mask = torch.einsum("s,se->se", input[1], mask)
+        self.exp_counts = torch.sum(mask, dim=0).detach()
+        if not self.gate.drop_tokens:
+            capacity = torch.max(self.exp_counts)
+        self.l_aux = torch.sum(scores.mean(dim=0) * mask.float().mean(dim=0)) * experts
+        mask = mask * torch.lt(torch.cumsum(mask, dim=0) - 1, capacity)
+        ids = torch.min(ids, mask.sum(dim=1) * experts - 1)
+        places = torch.sum((torch.cumsum(mask, dim=0) - 1) * mask, dim=1)
+        gates = (scores * mask).sum(dim=1)
+        capacity = int(capacity)
+        unused = torch.full_like(ids, experts * capacity)
+        slots = torch.where(ids >= 0, ids * capacity + places, unused)
+        sources = torch.full((experts * capacity + 1,), len(x_SD), dtype=torch.long)
+        sources.scatter_(0, slots, torch.arange(len(x_SD)))
+        padded = torch.cat([x_SD, x_SD.new_zeros(1, width)])
+        rows = padded.index_select(0, sources[:-1]).view(1, experts, capacity, width)
+        results = self.experts(rows).reshape(-1, width)
+        results = torch.cat([results, results.new_zeros(1, width)])
+        combined = results.index_select(0, slots) * gates.unsqueeze(-1)
+        return combined.reshape(input[0].shape)
+
+
 class MoE(nn.Module):
     """Returns (result, l_aux, counts); with ``use_residual`` an MLP is mixed in."""
 
@@ -148,13 +185,14 @@ class MoE(nn.Module):
         min_capacity: int = 4,
         use_residual: bool = False,
         drop_tokens: bool = True,
+        layer: type[MOELayer] = MOELayer,
     ) -> None:
         super().__init__()
         self.use_residual, self.num_experts = use_residual, num_experts
         gate = TopKGate(
             hidden_size, num_experts, k, eval_capacity_factor, min_capacity, drop_tokens
         )
-        self.deepspeed_moe = MOELayer(gate, Experts(expert, num_experts))
+        self.deepspeed_moe = layer(gate, Experts(expert, num_experts))
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -205,6 +243,11 @@ CASES = [
             "top1-residual",
             {"use_residual": True, "drop_tokens": False},
             "a dense MLP with a coefficient beside the experts",
+        ),
+        (
+            "routes",
+            {"layer": RoutesLayer, "drop_tokens": False},
+            "slots for routes; a number read from a tensor",
         ),
     )
 ]

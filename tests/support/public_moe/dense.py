@@ -83,7 +83,7 @@ class MultiGateMixture(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         results = torch.stack([module(x) for module in self.experts], dim=-2)
         mixed = [(gate(x).unsqueeze(-1) * results).sum(dim=-2) for gate in self.gates]
-        return [tower(y) for tower, y in zip(self.towers, mixed, strict=True)]
+        return [tower(y) for tower, y in zip(self.towers, mixed)]
 
 
 CASES = [

@@ -141,7 +141,7 @@ class MOELayer(nn.Module):
         x = torch.mm(dispatch.reshape(experts * capacity, count), rows)
         x = x.reshape(1, self.num_local_experts, -1, width)
         parts = x.chunk(self.num_local_experts, dim=1)
-        results = [expert(part) for part, expert in zip(parts, self.experts, strict=True)]
+        results = [expert(part) for part, expert in zip(parts, self.experts)]
         x = torch.cat(results, dim=1).reshape(self.num_local_experts, -1, width)
         x = combine.view(count, experts * capacity).mm(x.view(experts * capacity, width))
         return x[: rows.shape[0], :].reshape(shape), loss
@@ -222,7 +222,7 @@ class AnyExperts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         parts = inputs.chunk(self.num_local_experts, dim=1)
-        results = [expert(x) for x, expert in zip(parts, self.deepspeed_experts, strict=True)]
+        results = [expert(x) for x, expert in zip(parts, self.deepspeed_experts)]
         return torch.cat(results, dim=1)
 
 

@@ -141,7 +141,7 @@ class STExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        results = [expert(part) for expert, part in zip(self.experts, x, strict=True)]
+        results = [expert(part) for expert, part in zip(self.experts, x)]
         return torch.stack(results).transpose(0, 1)
 
 

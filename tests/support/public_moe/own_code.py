@@ -85,7 +85,7 @@ class TorchscaleMOELayer(nn.Module):
         x_SD = x.reshape(-1, x.size(-1))
         loss, weights_SEC, mask_SEC = self.gate(x_SD)
         rows_ECD = torch.einsum("sec,sm->ecm", mask_SEC.to(x.dtype), x_SD)
-        results = [expert(rows) for expert, rows in zip(self.experts, rows_ECD, strict=True)]
+        results = [expert(rows) for expert, rows in zip(self.experts, rows_ECD)]
         y_SD = weights_SEC.flatten(1).mm(torch.stack(results).flatten(0, 1))
         return y_SD.reshape(x.shape), loss
 
@@ -191,7 +191,7 @@ class Denoiser(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
         condition = self.noise(sigma.log()[:, None, None])
-        for layer, norm in zip(self.layers, self.norms, strict=True):
+        for layer, norm in zip(self.layers, self.norms):
             x = x + layer(norm(x), condition)
         return x
 

@@ -48,7 +48,7 @@ class SequentialMLP(nn.Module):
         parts = torch.split(permuted_hidden_states, counts)
         probs = torch.split(permuted_probs, counts)
         results = []
-        for expert, rows, scales in zip(self.local_experts, parts, probs, strict=True):
+        for expert, rows, scales in zip(self.local_experts, parts, probs):
             result, _bias = expert(rows, scales)
             results.append(result)
         return torch.cat(results, dim=0), None

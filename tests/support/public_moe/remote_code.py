@@ -149,7 +149,7 @@ class HunYuanMoE(nn.Module):
         x_TD = hidden_states.reshape(-1, width)
         rows = torch.einsum("sec,sm->ecm", dispatch.type_as(hidden_states), x_TD)
         parts = rows.chunk(self.num_experts, dim=0)
-        results = [expert(part) for part, expert in zip(parts, self.experts, strict=True)]
+        results = [expert(part) for part, expert in zip(parts, self.experts)]
         stacked = torch.cat(results, dim=0)
         out = torch.einsum("sec,ecm->sm", combine.type_as(hidden_states), stacked)
         return shared + out.reshape(batch, length, width)
@@ -225,7 +225,7 @@ class SlicedMLP(nn.Module):
         gate = torch.cat([F.linear(x, weight) for weight in gates], dim=-1)
         up = torch.cat([F.linear(x, weight) for weight in ups], dim=-1)
         parts = (self.act_fn(gate) * up).split(size, dim=-1)
-        return sum(F.linear(part, weight) for part, weight in zip(parts, downs, strict=True))
+        return sum(F.linear(part, weight) for part, weight in zip(parts, downs))
 
 
 class DiTGate(nn.Module):

@@ -50,7 +50,7 @@ class SequentialMLP(nn.Module):
     def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, None]:
         parts = torch.split(rows, tokens_per_expert.tolist())
         results = []
-        for expert, part in zip(self.local_experts, parts, strict=True):
+        for expert, part in zip(self.local_experts, parts):
             result, _bias = expert(part)
             results.append(result)
         return torch.cat(results, dim=0), None

@@ -150,7 +150,7 @@ def fast_encode(x: Tensor, experts: int, critical: Critical) -> Tensor:
     """Puts tokens in their places ``[E, C, D]``; tokens beyond a capacity are dropped."""
     size = experts * critical.capacity
     out = x.new_zeros(size + 1, x.size(1))
-    for ids, places in zip(critical.indices, critical.locations, strict=True):
+    for ids, places in zip(critical.indices, critical.locations):
         slots = torch.where(places < critical.capacity, ids * critical.capacity + places, size)
         out = out.index_copy(0, slots, x)
     return out[:size].view(experts, critical.capacity, x.size(1))
@@ -159,7 +159,7 @@ def fast_encode(x: Tensor, experts: int, critical: Critical) -> Tensor:
 def fast_decode(y: Tensor, critical: Critical) -> Tensor:
     rows = y.reshape(-1, y.size(-1))
     out = None
-    for ids, places, gate in zip(critical.indices, critical.locations, critical.gates, strict=True):
+    for ids, places, gate in zip(critical.indices, critical.locations, critical.gates):
         kept = places < critical.capacity
         slots = torch.where(kept, ids * critical.capacity + places, 0)
         result = rows[slots] * (gate * kept).unsqueeze(1)
