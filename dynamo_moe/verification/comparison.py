@@ -408,7 +408,28 @@ def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dic
         return tuple(case[name] for name in positional), keywords
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or case.keys() <= named:
         return (), dict(case)
-    return tuple(case.values()), {}
+    whole = _containers(case, first)
+    return ((), whole) if whole.keys() <= named else (tuple(case.values()), {})
+
+
+def _containers(case: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, Any]:
+    """Returns a case with the parts of an argument as one: ``x_a`` and ``x_b`` are a dictionary.
+
+    That is how a file names the tensors of an argument ``x``. Parts with numbers are a tuple.
+    """
+    whole: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in case.items():
+        owners = [each for each in parameters if name.startswith(f"{each}_")]
+        if name in parameters or not owners:
+            whole[name] = value
+        else:
+            owner = max(owners, key=len)
+            parts.setdefault(owner, {})[name.removeprefix(f"{owner}_")] = value
+    for owner, named in parts.items():
+        numbered = all(map(str.isdecimal, named))
+        whole[owner] = tuple(named.values()) if numbered else named
+    return whole
 
 
 # --- ONNX Runtime ---

@@ -190,6 +190,21 @@ def test_arguments_are_bound_by_name(tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, model).passed
 
 
+def test_containers_are_made_of_the_inputs_named_after_them(tmp_path: Path) -> None:
+    class Features(nn.Module):
+        def forward(self, user: dict[str, Tensor], history: list[Tensor], bias: Tensor) -> Tensor:
+            return user["age"] - 2 * user["rank"] + history[0] - 3 * history[1] + bias
+
+    drawn = iter(torch.randn(5, 3))
+    example = ({"age": next(drawn), "rank": next(drawn)}, [next(drawn), next(drawn)], next(drawn))
+    model, path = Features(), tmp_path / "model.onnx"
+    dynamo_moe.export(model, example, path)
+    assert dynamo_moe.verify(path, model).passed
+    names = [value.name for value in onnx.load(path).graph.input]
+    by_name = dict(zip(names, torch.randn(5, 3), strict=True))
+    assert dynamo_moe.verify(path, model, [by_name, example]).passed
+
+
 def test_axes_have_sizes_of_their_own(tmp_path: Path) -> None:
     class Image(nn.Module):
         def forward(self, image: Tensor) -> Tensor:
