@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import rules
+from dynamo_moe.graph.exact_integers import reduce_integers_exactly
 from dynamo_moe.graph.matching import integers, scalar
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
@@ -78,6 +79,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
         _remove_unused(model.graph)
         optimizer.fold_constants_ir(model, should_fold=should_fold)
         _remove_unused(model.graph)
+    reduce_integers_exactly(model)
     _count_axes_from_the_front(model)
     _keep_pads_of_pools(model)
     ir.passes.Sequential(

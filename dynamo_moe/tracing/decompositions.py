@@ -129,6 +129,32 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(larger == 0, larger, larger * (1 + ratio * ratio).sqrt())
 
 
+_WIDE_INTEGERS = {torch.int32, torch.int64}  # The exporter divides integers in float32.
+
+
+def _of_wide_integers(x: Tensor, y: Any, **_: Any) -> bool:
+    return torch.result_type(x, y) in _WIDE_INTEGERS
+
+
+@decomposes(
+    _aten.div.Tensor_mode,
+    _aten.div.Scalar_mode,
+    when=lambda x, y, *, rounding_mode: bool(rounding_mode) and _of_wide_integers(x, y),
+)
+def _divide_integers(x: Tensor, y: Any, *, rounding_mode: str) -> Any:
+    dtype = torch.result_type(x, y)
+    y = y.to(dtype) if isinstance(y, Tensor) else torch.full((), y, dtype=dtype, device=x.device)
+    if rounding_mode == "floor":
+        return torch.floor_divide(x.to(dtype), y)
+    return _prims.div(*torch.broadcast_tensors(x.to(dtype), y))  # ONNX's, which is towards 0.
+
+
+@decomposes(_aten.fmod.Tensor, _aten.fmod.Scalar, when=_of_wide_integers)
+def _remainder_of_integers(x: Tensor, y: Any) -> Any:
+    """ONNX Runtime computes it in float64."""
+    return x - _divide_integers(x, y, rounding_mode="trunc") * y
+
+
 # ONNX has these for floating point only.
 _of_integers = partial(decomposes, when=lambda x: not x.is_floating_point())
 _of_integers(*(getattr(_aten, name).default for name in ("ceil", "floor", "round", "trunc")))(
@@ -519,6 +545,34 @@ def _conjugate(x: Tensor) -> Tensor:
 
 
 # --- Reductions ---
+
+
+# The exporter's translation takes the mean in the tensor's own dtype, which may be an integer.
+@decomposes(
+    _aten.mean.dim,
+    when=lambda x, dim=None, keepdim=False, *, dtype=None: dtype not in {None, x.dtype},
+)
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype) -> Any:
+    return x.to(dtype).mean(dim, keepdim)
+
+
+def _cumulative(reduce: Function, sign: int, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Compares each element with all up to it; of equal ones PyTorch takes the last."""
+    if not x.ndim:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    places = torch.arange(x.shape[dim], device=x.device)
+    rows = x.movedim(dim, -1).unsqueeze(-2)
+    seen = places <= places[:, None]
+    bounds = None if x.is_floating_point() else torch.iinfo(x.dtype)
+    unseen = sign * math.inf if bounds is None else (bounds.max if sign > 0 else bounds.min)
+    values = reduce(torch.where(seen, rows, unseen), -1)
+    chosen = seen & (rows == values.unsqueeze(-1))
+    indices = torch.where(chosen, places, 0).amax(-1)
+    return values.movedim(-1, dim), indices.movedim(-1, dim)
+
+
+decomposes(_aten.cummax.default)(partial(_cumulative, torch.amax, -1))
+decomposes(_aten.cummin.default)(partial(_cumulative, torch.amin, 1))
 
 
 @decomposes(_prims.prod.default)
