@@ -83,6 +83,37 @@ decomposes(_aten.min.other)(_aten.minimum.default)
 # --- Elements ---
 
 
+# Where a number comes first, or makes real numbers of integers, the exporter has no promotion.
+
+
+def _promoted(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    dtype, device = torch.result_type(x, y), (x if isinstance(x, Tensor) else y).device
+    first, second = (
+        value.to(dtype)
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=dtype, device=device)
+        for value in (x, y)
+    )
+    return first, second
+
+
+@decomposes(_aten.rsub.Scalar)
+def _subtract_from(x: Tensor, number: float, alpha: float = 1) -> Any:
+    x, first = _promoted(x, number)
+    return torch.sub(first, x, alpha=alpha)
+
+
+@decomposes(
+    _aten.floor_divide.default,
+    _aten.floor_divide.Scalar,
+    when=lambda x, y: (
+        not isinstance(x, Tensor) or (isinstance(y, float) and not x.is_floating_point())
+    ),
+)
+def _floor_divide(x: Any, y: Any) -> Any:
+    return torch.floor_divide(*_promoted(x, y))
+
+
 @decomposes(_prims.view_of.default)
 def _view_of(x: Tensor) -> Tensor:
     return x.view_as(x)
@@ -142,11 +173,10 @@ def _of_wide_integers(x: Tensor, y: Any, **_: Any) -> bool:
     when=lambda x, y, *, rounding_mode: bool(rounding_mode) and _of_wide_integers(x, y),
 )
 def _divide_integers(x: Tensor, y: Any, *, rounding_mode: str) -> Any:
-    dtype = torch.result_type(x, y)
-    y = y.to(dtype) if isinstance(y, Tensor) else torch.full((), y, dtype=dtype, device=x.device)
+    x, y = _promoted(x, y)
     if rounding_mode == "floor":
-        return torch.floor_divide(x.to(dtype), y)
-    return _prims.div(*torch.broadcast_tensors(x.to(dtype), y))  # ONNX's, which is towards 0.
+        return torch.floor_divide(x, y)
+    return _prims.div(*torch.broadcast_tensors(x, y))  # ONNX's, which is towards 0.
 
 
 @decomposes(_aten.fmod.Tensor, _aten.fmod.Scalar, when=_of_wide_integers)
