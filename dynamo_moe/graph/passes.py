@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import rules
+from dynamo_moe.graph.exact_integers import reduce_integers_exactly
 from dynamo_moe.graph.matching import integers, scalar
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
@@ -65,6 +66,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
 
     weights = frozenset(model.graph.initializers)
     common_passes.InlinePass()(model)
+    _or_booleans(model)
     _merge_constants(model.graph)
     optimizer.fold_constants_ir(model, should_fold=should_fold)
     _infer_shapes(model)
@@ -78,6 +80,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
         _remove_unused(model.graph)
         optimizer.fold_constants_ir(model, should_fold=should_fold)
         _remove_unused(model.graph)
+    reduce_integers_exactly(model)
     _count_axes_from_the_front(model)
     _keep_pads_of_pools(model)
     ir.passes.Sequential(
@@ -98,6 +101,14 @@ def tidy(model: ir.Model) -> None:
     """Removes what nothing uses, and merges nodes that compute the same."""
     common_passes.RemoveUnusedNodesPass()(model)
     _merge_equal_nodes(model)
+
+
+def _or_booleans(model: ir.Model) -> None:
+    """Makes sums of booleans disjunctions, as they are in PyTorch; ONNX adds up numbers alone."""
+    for node in model.graph.all_nodes():
+        dtypes = {value.dtype for value in node.inputs if value is not None}
+        if (node.domain, node.op_type) == ("", "Add") and dtypes == {ir.DataType.BOOL}:
+            node.op_type = "Or"
 
 
 def _merge_constants(graph: ir.Graph) -> None:

@@ -11,10 +11,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset18
 
+# What masks are put together by, whose operands' infinities remain.
+_OF_MASKS = (
+    *("Add", "Cast", "CastLike", "Concat", "Expand", "Identity", "Max", "Min", "Reshape", "Slice"),
+    *("Squeeze", "Transpose", "Trilu", "Unsqueeze", "Where"),
+)
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 _op: Any = opset18
@@ -51,7 +57,13 @@ def _attention(
         return _op.MatMul(_op.Softmax(scores, axis=-1), value)
     if not is_causal and mask.dtype != ir.DataType.BOOL:
         added = mask if mask.dtype == query.dtype else _op.CastLike(mask, query)
-        return _op.MatMul(_op.Softmax(_op.Add(scores, added), axis=-1), value)
+        result = _op.MatMul(_op.Softmax(_op.Add(scores, added), axis=-1), value)
+        if not _may_be_infinite(mask):
+            return result
+        # Where a row hides all keys, Softmax gives NaN, and PyTorch zeros.
+        seen = _op.ReduceMax(mask, _ints(-1), keepdims=1)
+        is_blind = _op.Equal(seen, _constant(-math.inf, mask.dtype))
+        return _op.Where(is_blind, _constant(0.0, query.dtype), result)
     zero = _constant(0.0, query.dtype)
     # With minus infinity, some runtimes' fused kernels give NaN.
     least = _constant(query.dtype.min, query.dtype)
@@ -69,6 +81,27 @@ def _repeated(tensor: Any, repeats: int) -> Any:
     last = _ints(width) if isinstance(width, int) else _op.Shape(tensor, start=3, end=4)
     shape = _op.Concat(batch, _ints(groups * repeats), length, last, axis=0)
     return _op.Reshape(wide, shape, allowzero=1)
+
+
+def _may_be_infinite(mask: Any) -> bool:
+    """Whether a mask may hold minus infinity: by a constant in it, or as it is given."""
+    waiting, known = [mask], {id(mask)}
+    while waiting:
+        value = waiting.pop()
+        node, constant = value.producer(), ir.convenience.get_const_tensor(value)
+        if constant is not None:
+            if np.isneginf(constant.numpy()).any():
+                return True
+        elif node is None:
+            return True
+        elif node.op_type in _OF_MASKS:
+            for operand in node.inputs:
+                if operand is None or id(operand) in known:
+                    continue
+                if operand.dtype is None or operand.dtype.is_floating_point():
+                    known.add(id(operand))
+                    waiting.append(operand)
+    return False
 
 
 def _seen_before(query: Any, key: Any) -> Any:

@@ -83,6 +83,37 @@ decomposes(_aten.min.other)(_aten.minimum.default)
 # --- Elements ---
 
 
+# Where a number comes first, or makes real numbers of integers, the exporter has no promotion.
+
+
+def _promoted(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    dtype, device = torch.result_type(x, y), (x if isinstance(x, Tensor) else y).device
+    first, second = (
+        value.to(dtype)
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=dtype, device=device)
+        for value in (x, y)
+    )
+    return first, second
+
+
+@decomposes(_aten.rsub.Scalar)
+def _subtract_from(x: Tensor, number: float, alpha: float = 1) -> Any:
+    x, first = _promoted(x, number)
+    return torch.sub(first, x, alpha=alpha)
+
+
+@decomposes(
+    _aten.floor_divide.default,
+    _aten.floor_divide.Scalar,
+    when=lambda x, y: (
+        not isinstance(x, Tensor) or (isinstance(y, float) and not x.is_floating_point())
+    ),
+)
+def _floor_divide(x: Any, y: Any) -> Any:
+    return torch.floor_divide(*_promoted(x, y))
+
+
 @decomposes(_prims.view_of.default)
 def _view_of(x: Tensor) -> Tensor:
     return x.view_as(x)
@@ -127,6 +158,31 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
     larger, smaller = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
     ratio = torch.where(larger == smaller, 1.0, smaller / larger)
     return torch.where(larger == 0, larger, larger * (1 + ratio * ratio).sqrt())
+
+
+_WIDE_INTEGERS = {torch.int32, torch.int64}  # The exporter divides integers in float32.
+
+
+def _of_wide_integers(x: Tensor, y: Any, **_: Any) -> bool:
+    return torch.result_type(x, y) in _WIDE_INTEGERS
+
+
+@decomposes(
+    _aten.div.Tensor_mode,
+    _aten.div.Scalar_mode,
+    when=lambda x, y, *, rounding_mode: bool(rounding_mode) and _of_wide_integers(x, y),
+)
+def _divide_integers(x: Tensor, y: Any, *, rounding_mode: str) -> Any:
+    x, y = _promoted(x, y)
+    if rounding_mode == "floor":
+        return torch.floor_divide(x, y)
+    return _prims.div(*torch.broadcast_tensors(x, y))  # ONNX's, which is towards 0.
+
+
+@decomposes(_aten.fmod.Tensor, _aten.fmod.Scalar, when=_of_wide_integers)
+def _remainder_of_integers(x: Tensor, y: Any) -> Any:
+    """ONNX Runtime computes it in float64."""
+    return x - _divide_integers(x, y, rounding_mode="trunc") * y
 
 
 # ONNX has these for floating point only.
@@ -519,6 +575,34 @@ def _conjugate(x: Tensor) -> Tensor:
 
 
 # --- Reductions ---
+
+
+# The exporter's translation takes the mean in the tensor's own dtype, which may be an integer.
+@decomposes(
+    _aten.mean.dim,
+    when=lambda x, dim=None, keepdim=False, *, dtype=None: dtype not in {None, x.dtype},
+)
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype) -> Any:
+    return x.to(dtype).mean(dim, keepdim)
+
+
+def _cumulative(reduce: Function, sign: int, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Compares each element with all up to it; of equal ones PyTorch takes the last."""
+    if not x.ndim:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    places = torch.arange(x.shape[dim], device=x.device)
+    rows = x.movedim(dim, -1).unsqueeze(-2)
+    seen = places <= places[:, None]
+    bounds = None if x.is_floating_point() else torch.iinfo(x.dtype)
+    unseen = sign * math.inf if bounds is None else (bounds.max if sign > 0 else bounds.min)
+    values = reduce(torch.where(seen, rows, unseen), -1)
+    chosen = seen & (rows == values.unsqueeze(-1))
+    indices = torch.where(chosen, places, 0).amax(-1)
+    return values.movedim(-1, dim), indices.movedim(-1, dim)
+
+
+decomposes(_aten.cummax.default)(partial(_cumulative, torch.amax, -1))
+decomposes(_aten.cummin.default)(partial(_cumulative, torch.amin, 1))
 
 
 @decomposes(_prims.prod.default)

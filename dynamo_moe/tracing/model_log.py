@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
 from dynamo_moe.private.pytorch import modules_by_path, own_parts, tensors_replaced
@@ -190,8 +191,26 @@ def _like(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     """The conditions of a trace, but for its symbolic sizes."""
-    with exportable_models(), capturing(), exporting(), torch.no_grad():
+    with exportable_models(), capturing(), exporting(), torch.no_grad(), _WithNumbers():
         yield
+
+
+class _WithNumbers(TorchFunctionMode):
+    """Keeps the numbers of tensors that are made of Python's, on whatever device.
+
+    On the meta device they would have none, and be like no others.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.new_tensor and args[0].is_meta:
+            func, kwargs = torch.tensor, {"dtype": args[0].dtype} | kwargs
+            args = args[1:]
+        if func in {torch.tensor, torch.as_tensor} and not isinstance((*args, None)[0], Tensor):
+            kwargs.pop("device", None)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

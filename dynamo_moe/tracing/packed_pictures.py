@@ -174,6 +174,45 @@ def _merge_index(
     return number_N.view(-1, 1, kernel_height * kernel_width)
 
 
+def _shuffle_index(patches: int, grid_thw: Tensor, merge_size: int, kwargs: Any = None) -> Tensor:
+    """Returns which patches, row by row in a picture, come block by block, ``[N]``."""
+    return _merge_index(patches, grid_thw, merge_size, merge_size).flatten()
+
+
+def _windows(
+    patches: int,
+    grid_thw: Tensor,
+    spatial_merge_size: int,
+    window_size: int,
+    patch_size: int,
+    kwargs: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns blocks of patches by windows, ``[blocks]``, and where windows end, ``[blocks + 1]``.
+
+    Behind a 0 there is an end for each block, that of its window: how many windows there are, only
+    the pictures' sizes say. The last windows of a row and of a column are what is left.
+    """
+    merged, side = spatial_merge_size, window_size // spatial_merge_size // patch_size
+    places = _places(
+        grid_thw // torch.tensor([1, merged, merged], device=grid_thw.device),
+        patches // merged**2,
+        1,
+    )
+    top, left = places.row // side * side, places.column // side * side
+    high, wide = (places.height - top).clamp(max=side), (places.width - left).clamp(max=side)
+    begin = places.first + places.frame * places.height * places.width
+    begin = begin + top * places.width + left * high  # Windows above, and windows to the left.
+    new = begin + (places.row - top) * wide + places.column - left
+    old = torch.arange(patches // merged**2, device=grid_thw.device)
+    index = torch.zeros_like(old).scatter(0, new, old)
+    ends = (begin + high * wide)[index] * merged**2
+    return index, nn.functional.pad(ends, (1, 0))
+
+
+def _longest(patches: int, *_: Any, **__: Any) -> int:
+    return patches
+
+
 def _ends(patches: int, grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
     """Returns 0 and where each picture ends, ``[I + 1]``."""
     return nn.functional.pad(grid_thw.prod(-1).cumsum(0), (1, 0))
@@ -194,12 +233,13 @@ def _attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention among the patches of each picture, ``[1, H, N, C]`` each."""
+    """Attention among the patches of each picture, ``[1, H, N, C]``; keys may have fewer heads."""
     number_N = torch.arange(query.shape[2], device=query.device)
     picture_N = (number_N[:, None] >= cu_seq_lens_q[1:]).sum(-1)
     mask_NN = picture_N[:, None] == picture_N
+    grouped = query.shape[1] != key.shape[1]
     result = nn.functional.scaled_dot_product_attention(
-        query, key, value, mask_NN[None, None], scale=scaling
+        query, key, value, mask_NN[None, None], scale=scaling, enable_gqa=grouped
     )
     return result.transpose(1, 2).contiguous(), None
 
@@ -215,6 +255,9 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "get_vision_interpolation_indices_and_weights": _interpolation,
     "get_vision_frame_index": _frame_index,
     "get_vision_temporal_merge_index": _merge_index,
+    "get_vision_pixel_shuffle_index": _shuffle_index,
+    "get_vision_window_index": _windows,
     "get_vision_cu_seqlens": _ends,
     "get_vision_attention_seqlens": _ends_and_longest,
+    "get_max_seqlen": _longest,
 }

@@ -145,6 +145,12 @@ MODELS: dict[str, type[Stack]] = {
     "states from the last": _results(lambda _, states: tuple(states[::-1])),
     "a state": _results(lambda self, states: (self.head(states[-1]), states[LAST])),
     "an early state": _results(lambda self, states: (self.head(states[-1]), states[2])),
+    "early states and numbers": _results(
+        lambda self, states: (
+            self.head(states[-1]) + states[0].new_tensor([1.5]),
+            states[2] * torch.tensor([2.0], device=states[0].device),
+        )
+    ),
     "last state": _results(lambda _, states: states[-1]),
     "last state twice": _results(lambda _, states: (states[-1], states[-1])),
     "last but one": _results(lambda self, states: self.head(states[-2])),

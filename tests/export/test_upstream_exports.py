@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import dynamo_moe
+import upstream_exports
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # Those whose file cannot be compared: they draw random numbers.
@@ -74,6 +78,32 @@ def test_each_export_has_an_outcome(tmp_path: Path) -> None:
         "test_refused": (False, "refused"),
     }
     assert "differs from the model" in found["test_wrong"]["message"]
+
+
+class Cancels(torch.nn.Module):
+    """A product whose halves cancel out but for a thousandth."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+        self.weight = torch.nn.Parameter(torch.cat([half, half]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight) * self.factor
+
+
+def test_rounding_is_told_from_a_wrong_file(tmp_path: Path) -> None:
+    model, path = Cancels().eval(), tmp_path / "m.onnx"
+    half = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    inputs = {"x": torch.cat([half, 1e-3 * half.flip(0) - half], dim=-1)}
+    dynamo_moe.export(model, (), path, kwargs=inputs, dynamic_shapes=None)
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, model, [inputs])
+    assert upstream_exports._rounds(path, model, inputs)
+    model.factor = 1.1
+    assert not upstream_exports._rounds(path, model, inputs)
 
 
 TRANSFORMERS_TESTS = """

@@ -13,6 +13,7 @@ import torch
 
 import dynamo_moe
 from dynamo_moe.files.model_parts import FILES, ModelPart, grid_positions
+from dynamo_moe.tracing import packed_pictures
 from moe_architectures import ARCHITECTURES
 from picture_models import PICTURE, PICTURE_MODELS
 
@@ -182,6 +183,24 @@ def test_pictures_and_prompts_must_fit(llava: tuple[Any, Path], tmp_path: Path) 
         dynamo_moe.generate(session(folder, "decoder"), ids, max_new_tokens=1, **pictures)
     with pytest.raises(ValueError, match=r"has no vision\.onnx, embedding\.onnx, decoder\.onnx"):
         dynamo_moe.generate(tmp_path, ids, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("grids", "merged", "window", "patch"),
+    [
+        ([[1, 4, 6], [1, 4, 4], [1, 8, 2]], 2, 16, 4),
+        ([[1, 14, 22], [2, 6, 10]], 2, 24, 4),
+        ([[1, 7, 5], [1, 3, 3]], 1, 12, 4),
+    ],
+)
+def test_windows_of_pictures(grids: list[list[int]], merged: int, window: int, patch: int) -> None:
+    own = pytest.importorskip("transformers.vision_utils")
+    grid = torch.tensor(grids)
+    expected, ends = own.get_vision_window_index(grid, merged, window, patch)
+    patches = int(grid.prod(-1).sum())
+    index, end_of_each = packed_pictures._windows(patches, grid, merged, window, patch)
+    torch.testing.assert_close(index, expected)
+    torch.testing.assert_close(end_of_each.unique_consecutive(), ends.long())
 
 
 def test_places_of_tokens() -> None:

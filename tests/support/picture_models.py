@@ -12,6 +12,7 @@ import torch
 from transformers import (
     CLIPVisionConfig,
     DeepseekV3Config,
+    Exaone4Config,
     Idefics3VisionConfig,
     LlamaConfig,
     PixtralVisionConfig,
@@ -165,6 +166,31 @@ PICTURE_MODELS = {
         ),
         PictureModel(
             "minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLConfig"
+        ),
+        PictureModel(
+            "exaone4_5",
+            "Exaone4_5_ForConditionalGeneration",
+            "Exaone4_5_Config",
+            {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+            text_class=Exaone4Config,
+            is_dense=True,
+        ),
+        PictureModel(
+            "qwen2_5_omni",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen2_5OmniThinkerConfig",
+            {"window_size": 16, "fullatt_block_indexes": [1]},
+            _AXES,
+            {"vision_start_token_id": 62, "audio_config": _AUDIO},
+            is_dense=True,
+        ),
+        PictureModel(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2_5_VLConfig",
+            {"window_size": 16, "fullatt_block_indexes": [1]},
+            _AXES,
+            is_dense=True,
         ),
         PictureModel(
             "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", text=_AXES

@@ -31,6 +31,13 @@ def added(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.where(mask, torch.randn(mask.shape), -torch.inf).to(dtype)
 
 
+def hiding(batch: int, tokens: int, keys: int) -> Tensor:
+    """An added mask that hides all keys from the last token of each row, as of padding."""
+    mask = mask_of(batch, tokens, keys)
+    mask[..., -1:, :] = False
+    return added(mask)
+
+
 # What is passed beside queries, keys and values of some sizes; their heads; their dtype.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -42,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "booleans of two axes": {"mask": lambda b, s, k: mask_of(1, s, k)[0, 0]},
     "booleans of each head": {"mask": lambda b, s, k: mask_of(b, s, k, heads=4)},
     "added": {"mask": lambda *sizes: added(mask_of(*sizes))},
+    "added, hiding all": {"mask": hiding},
     "grouped heads": {"groups": 2, "enable_gqa": True, "mask": mask_of},
     "one group": {"groups": 1, "enable_gqa": True, "is_causal": True},
     "half precision": {"dtype": torch.float16, "mask": mask_of},

@@ -107,6 +107,17 @@ def of_mixed_dtypes(x: Tensor) -> tuple[Tensor, ...]:
     return torch.divide(x, counts + 1), torch.subtract(x, counts), torch.greater(x, counts)
 
 
+def numbers_first(x: Tensor) -> tuple[Tensor, ...]:
+    """A number before a tensor, or a real one beside integers."""
+    mask = (x > 0).long()
+    quotients = 5 // (mask + 2), 5.5 // (mask + 1), mask // 0.3
+    return 1.0 - mask, 1 - mask, torch.rsub(mask, 2.5, alpha=3), *quotients
+
+
+def sums_of_booleans(x: Tensor) -> Tensor:
+    return (x > 1) + (x < 0)
+
+
 def sums_in_half_precision(x: Tensor) -> tuple[Tensor, ...]:
     """ONNX Runtime scatters no sums in half precision."""
     rows = x[0, :, :2].round().half()
@@ -128,6 +139,8 @@ def narrow_indices(x: Tensor) -> tuple[Tensor, ...]:
 
 
 FUNCTIONS = [
+    numbers_first,
+    sums_of_booleans,
     sums_in_half_precision,
     narrow_indices,
     circular,
