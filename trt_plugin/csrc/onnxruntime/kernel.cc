@@ -20,6 +20,10 @@ constexpr std::int64_t kMostBlockRows = 512;
 constexpr std::int64_t kLeastTokens = 1024;
 // A copy of some rows of a matrix stays in the cache until it has been multiplied.
 constexpr std::int64_t kCopyNumbers = std::int64_t{1} << 18;
+// With fewer blocks than threads may be, the weights of one are read by several, as many at a time
+// as take some ten microseconds.
+constexpr std::size_t kFewBlocks = 16;
+constexpr std::int64_t kPieceNumbers = std::int64_t{1} << 16;
 // Tokens of a piece of work that is little for each.
 constexpr std::int64_t kTokensAtOnce = 8;
 
@@ -60,6 +64,7 @@ struct Kernel::Block {
   std::int64_t expert;
   std::int64_t place;
   std::int64_t rows;
+  bool split;  // Its products may be.
 };
 
 // An expert's matrix as it lies, in float32 where it is read.
@@ -404,8 +409,11 @@ Status Kernel::RunExperts(const Call& call, const Inputs& inputs, const Routing&
     const std::int64_t end = slots.starts[static_cast<std::size_t>(expert) + 1];
     for (std::int64_t place = slots.starts[static_cast<std::size_t>(expert)]; place < end;
          place += most) {
-      blocks.push_back({expert, place, std::min(most, end - place)});
+      blocks.push_back({expert, place, std::min(most, end - place), false});
     }
+  }
+  for (Block& block : blocks) {
+    block.split = blocks.size() < kFewBlocks;
   }
   Buffer<float> results;
   DYNAMO_MOE_RETURN_IF_ERROR(results.Allocate(call, used * node_.layer.width));
@@ -459,8 +467,9 @@ Status Kernel::GatherRows(const Call& call, const Inputs& inputs, const Routing&
   return {};
 }
 
-Status Kernel::Multiply(const Call& call, const Op& product, bool transposed, Weight* weight,
-                        const float* bias, const Matrix& rows, const Matrix& result) {
+Status Kernel::Multiply(const Call& call, const Op& product, bool transposed, bool split,
+                        Weight* weight, const float* bias, const Matrix& rows,
+                        const Matrix& result) {
   const bool few = rows.rows <= kMostFewRows && !transposed;
   const auto* const numbers = static_cast<const float*>(rows.data);
   auto* const sums = static_cast<float*>(const_cast<void*>(result.data));
@@ -477,9 +486,19 @@ Status Kernel::Multiply(const Call& call, const Op& product, bool transposed, We
       return bias == nullptr ? product(call, {rows, part}, result)
                              : product(call, {rows, part, {bias, 1, result.columns}}, result);
     }
-    MultiplyFewRows(static_cast<const float*>(part.data), part.rows, part.columns,
-                    bias == nullptr ? nullptr : bias + first, numbers, rows.rows, sums + first,
-                    result.columns);
+    const std::int64_t of_piece =
+        split ? std::max(kPieceNumbers / part.columns, std::int64_t{1}) : part.rows;
+    const std::int64_t pieces = (part.rows + of_piece - 1) / of_piece;
+    const auto multiply = [&](std::size_t piece) -> Status {
+      const std::int64_t from = static_cast<std::int64_t>(piece) * of_piece;
+      const std::int64_t column = first + from;
+      MultiplyFewRows(static_cast<const float*>(part.data) + from * part.columns,
+                      std::min(of_piece, part.rows - from), part.columns,
+                      bias == nullptr ? nullptr : bias + column, numbers, rows.rows, sums + column,
+                      result.columns);
+      return {};
+    };
+    DYNAMO_MOE_RETURN_IF_ERROR(call.ForEach(static_cast<std::size_t>(pieces), 0, multiply));
   }
   return {};
 }
@@ -498,13 +517,13 @@ Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& r
   float* const h = z + count * up_rows;
   DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
   Weight w1(*this, call, inputs, format::kW1, block.expert);
-  DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, up_, HasFlag(node_.layer, format::kW1Transposed), &w1,
-                                      BiasOf(inputs.b1, block.expert, up_rows), {x, count, width},
-                                      {z, count, up_rows}));
+  DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, up_, HasFlag(node_.layer, format::kW1Transposed),
+                                      block.split, &w1, BiasOf(inputs.b1, block.expert, up_rows),
+                                      {x, count, width}, {z, count, up_rows}));
   DYNAMO_MOE_RETURN_IF_ERROR(activation_.OfRows(call, count, z, h));
   DYNAMO_MOE_RETURN_IF_ERROR(Round(call, node_.layer.experts_dtype, hidden * count, h));
   Weight w2(*this, call, inputs, format::kW2, block.expert);
-  return Multiply(call, down_, HasFlag(node_.layer, format::kW2Transposed), &w2,
+  return Multiply(call, down_, HasFlag(node_.layer, format::kW2Transposed), block.split, &w2,
                   BiasOf(inputs.b2, block.expert, width), {h, count, hidden},
                   {results + block.place * width, count, width});
 }

@@ -66,8 +66,10 @@ class Kernel {
   Status GatherRows(const Call& call, const Inputs& inputs, const Routing& routing,
                     const Slots& slots, const Block& block, float* rows) const;
   // The product of R rows [R, in] and an expert's matrix, (out, in) or transposed.
-  static Status Multiply(const Call& call, const Op& product, bool transposed, Weight* weight,
-                         const float* bias, const Matrix& rows, const Matrix& result);
+  // Where it is split, threads take parts of it.
+  static Status Multiply(const Call& call, const Op& product, bool transposed, bool split,
+                         Weight* weight, const float* bias, const Matrix& rows,
+                         const Matrix& result);
   std::int64_t UpRows() const {
     return (HasFlag(node_.layer, format::kGated) ? 2 : 1) * std::int64_t{node_.layer.hidden};
   }
