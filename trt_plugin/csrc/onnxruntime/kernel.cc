@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <numeric>
 
+#include "onnxruntime/activation.h"
 #include "onnxruntime/few_rows.h"
 #include "onnxruntime/packed_matrix.h"
 #include "onnxruntime/router.h"
@@ -188,7 +189,6 @@ Status Kernel::CreateOps(const OrtKernelInfo* info) {
   const bool b2 = node_.Has(format::kB2);
   DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW1Transposed), b1, &up_));
   DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW2Transposed), b2, &down_));
-  DYNAMO_MOE_RETURN_IF_ERROR(activation_.Create(api_, info, node_.layer));
   if (node_.node.op == format::kDropless) {
     DYNAMO_MOE_RETURN_IF_ERROR(product(true, node_.Has(format::kRouterBias), &router_));
     if (!RanksByLogits(node_.layer)) {
@@ -520,7 +520,7 @@ Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& r
   DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, up_, HasFlag(node_.layer, format::kW1Transposed),
                                       block.split, &w1, BiasOf(inputs.b1, block.expert, up_rows),
                                       {x, count, width}, {z, count, up_rows}));
-  DYNAMO_MOE_RETURN_IF_ERROR(activation_.OfRows(call, count, z, h));
+  Activate(node_.layer, count, z, h);
   DYNAMO_MOE_RETURN_IF_ERROR(Round(call, node_.layer.experts_dtype, hidden * count, h));
   Weight w2(*this, call, inputs, format::kW2, block.expert);
   return Multiply(call, down_, HasFlag(node_.layer, format::kW2Transposed), block.split, &w2,

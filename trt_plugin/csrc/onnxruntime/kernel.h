@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "bundle/format.h"
-#include "onnxruntime/activation.h"
 #include "onnxruntime/layer_node.h"
 #include "onnxruntime/runtime.h"
 #include "status.h"
@@ -85,7 +84,6 @@ class Kernel {
   Op score_;
   Op up_;
   Op down_;
-  Activation activation_;
   // By the code of the dtype in half precision.
   std::array<Op, format::kBfloat16 + 1> widen_;
   std::array<Op, format::kBfloat16 + 1> narrow_;
