@@ -142,52 +142,63 @@ void Activate(const dynamo_moe_layer& layer, std::int64_t rows, const float* z, 
   };
   switch (layer.activation) {
     case kGelu:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return Gelu(v); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Gelu(v); });
+      break;
     case kGeluTanh:
       // (1 + tanh(u)) / 2 is the sigmoid of 2 u.
-      return run([](const auto& v) DYNAMO_MOE_INLINED {
+      run([](const auto& v) DYNAMO_MOE_INLINED {
         return v * Sigmoid(decltype(v + v)(2 * kSqrtTwoOverPi * (v + kBend * v * v * v)));
       });
+      break;
     case kSilu:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return v * Sigmoid(v); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return v * Sigmoid(v); });
+      break;
     case kRelu:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return Least(v, 0); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Least(v, 0); });
+      break;
     case kRelu2:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return Least(v, 0) * Least(v, 0); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Least(v, 0) * Least(v, 0); });
+      break;
     case kClampedSwiglu:
-      return ActivateRows(
+      ActivateRows(
           layer, rows, z,
           [=](const auto& v) DYNAMO_MOE_INLINED {
             const auto gates = Most(v, limit);
             return gates * Sigmoid(decltype(v + v)(alpha * gates));
           },
           [=](const auto& v) DYNAMO_MOE_INLINED { return clamped(v) + 1; }, hidden);
+      break;
     case kClampedSilu:
-      return ActivateRows(
+      ActivateRows(
           layer, rows, z,
           [=](const auto& v) DYNAMO_MOE_INLINED {
             const auto gates = Most(v, limit);
             return gates * Sigmoid(gates);
           },
           clamped, hidden);
+      break;
     case kQuickGelu:
-      return run([](const auto& v) DYNAMO_MOE_INLINED {
-        return v * Sigmoid(decltype(v + v)(kQuickGeluSlope * v));
-      });
+      run([](const auto& v)
+              DYNAMO_MOE_INLINED { return v * Sigmoid(decltype(v + v)(kQuickGeluSlope * v)); });
+      break;
     case kTanh:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return Tanh(v); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Tanh(v); });
+      break;
     case kMish:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return Mish(v); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Mish(v); });
+      break;
     case kHardswish:
-      return run([](const auto& v) DYNAMO_MOE_INLINED {
-        return v * Most(Least(decltype(v + v)(v + 3), 0), 6) / 6;
-      });
+      run([](const auto& v)
+              DYNAMO_MOE_INLINED { return v * Most(Least(decltype(v + v)(v + 3), 0), 6) / 6; });
+      break;
     case kElu:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return Elu(v); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Elu(v); });
+      break;
     case kLeakyRelu:
-      return run([](const auto& v) DYNAMO_MOE_INLINED { return v > 0 ? v : kLeak * v; });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return v > 0 ? v : kLeak * v; });
+      break;
     default:
-      return run(same);
+      run(same);
   }
 }
 
