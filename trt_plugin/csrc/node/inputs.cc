@@ -58,23 +58,6 @@ Status CheckTokens(format::Tensor tensor, const TensorDescription& given, std::i
                                 ShapeText(given));
 }
 
-Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
-                  const TensorDescription& given, const TensorDescription& x) {
-  if (given.rank == TensorDescription::kUnknownRank) {
-    return {};
-  }
-  switch (tensor) {
-    case format::kX:
-    case format::kY:
-      return CheckTokens(tensor, given, layer.width, x);
-    case format::kExpertIds:
-    case format::kExpertWeights:
-      return CheckTokens(tensor, given, layer.top_k, x);
-    default:
-      return CheckWeight(layer, tensor, given);
-  }
-}
-
 Status CheckDtype(const dynamo_moe_layer& layer, const NodeCall& call, std::int32_t position) {
   const format::Tensor tensor = call.tensor(position);
   const TensorDescription& given = call.at(position);
@@ -102,10 +85,6 @@ Status CheckAllowed(const dynamo_moe_layer& layer, const NodeCall& call, std::in
                          "'s type ", given.type);
 }
 
-bool IsOneForEachExpert(const TensorDescription& given) {
-  return given.rank == 3 && given.sizes[1] == 1 && given.sizes[2] == 1;
-}
-
 // What a layer does not have must be absent, or stand for none.
 Status CheckIgnored(const dynamo_moe_layer& layer, const NodeCall& call, std::int32_t position) {
   const format::Tensor tensor = call.tensor(position);
@@ -113,17 +92,41 @@ Status CheckIgnored(const dynamo_moe_layer& layer, const NodeCall& call, std::in
   if (!IsIgnored(layer, tensor) || IsEmpty(given)) {
     return {};
   }
-  if (given.rank == TensorDescription::kUnknownRank ||
-      (IsOneForEachExpert(given) && SameSize(given.sizes[0], layer.experts))) {
-    return CheckAllowed(layer, call, position);
-  }
-  return InvalidArgument(NameOf(tensor),
-                         " must be [E, 1, 1], which stand for none: ", FormatOf(layer).name,
-                         " has no ", IsZeroPoints(tensor) ? "zero points" : "global scales",
-                         ", got ", ShapeText(given));
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckShape(layer, tensor, given, call.at(0)));
+  return CheckAllowed(layer, call, position);
 }
 
 }  // namespace
+
+bool IsOneForEachExpert(const dynamo_moe_layer& layer, const TensorDescription& given) {
+  return given.rank == 3 && SameSize(given.sizes[0], layer.experts) && given.sizes[1] == 1 &&
+         given.sizes[2] == 1;
+}
+
+Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
+                  const TensorDescription& given, const TensorDescription& x) {
+  if (given.rank == TensorDescription::kUnknownRank) {
+    return {};
+  }
+  if (IsIgnored(layer, tensor)) {
+    return IsOneForEachExpert(layer, given)
+               ? Status()
+               : InvalidArgument(NameOf(tensor), " must have shape [", layer.experts,
+                                 ", 1, 1], which stands for none: ", FormatOf(layer).name,
+                                 " has no ", IsZeroPoints(tensor) ? "zero points" : "global scales",
+                                 ", got ", ShapeText(given));
+  }
+  switch (tensor) {
+    case format::kX:
+    case format::kY:
+      return CheckTokens(tensor, given, layer.width, x);
+    case format::kExpertIds:
+    case format::kExpertWeights:
+      return CheckTokens(tensor, given, layer.top_k, x);
+    default:
+      return CheckWeight(layer, tensor, given);
+  }
+}
 
 Status CheckCounts(const Node& node, std::int64_t inputs, std::int64_t outputs) {
   const auto required = static_cast<std::int64_t>(RequiredInputs(node));
@@ -257,8 +260,8 @@ Status CompleteLayer(const NodeCall& call, dynamo_moe_layer* layer) {
       case format::kW2ZeroPoints:
         // One for each expert in both, or one for each scale.
         if (layer->zero_points != format::kOneForEachScale) {
-          layer->zero_points =
-              IsOneForEachExpert(call.at(i)) ? format::kOneForEachExpert : format::kOneForEachScale;
+          layer->zero_points = IsOneForEachExpert(*layer, call.at(i)) ? format::kOneForEachExpert
+                                                                      : format::kOneForEachScale;
         }
         break;
       case format::kB1:

@@ -49,6 +49,13 @@ struct NodeCall {
   bool Has(const dynamo_moe_layer& layer, format::Tensor wanted) const;
 };
 
+// Whether a tensor is [E, 1, 1].
+bool IsOneForEachExpert(const dynamo_moe_layer& layer, const TensorDescription& given);
+
+// Checks a tensor's shape against the layer and x. What the layer's format lacks is [E, 1, 1].
+Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
+                  const TensorDescription& given, const TensorDescription& x);
+
 // The code of a tensor's dtype in a layer; 0 where the layer lacks the tensor.
 std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor);
 

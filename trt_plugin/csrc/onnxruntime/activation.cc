@@ -1,11 +1,11 @@
 #include "onnxruntime/activation.h"
 
-#include <cmath>
 #include <cstddef>
-#include <cstdint>
+#include <cstring>
 #include <iterator>
 
 #include "node/node.h"
+#include "onnxruntime/functions.h"
 
 namespace dynamo_moe::onnxruntime {
 namespace {
@@ -37,190 +37,168 @@ constexpr float kSqrtTwoOverPi = 0.79788456F;
 constexpr float kBend = 0.044715F;
 // From here on, mish(v) is v in float64 too.
 constexpr float kMishBound = 20;
-// The runtime's sigmoid is constant below this; the true one is at most 1.5e-8.
-constexpr float kSigmoidBound = -18;
 
-// Comparisons that a NaN fails keep it.
-float Most(float value, float bound) { return value > bound ? bound : value; }
-float Least(float value, float bound) { return value < bound ? bound : value; }
+template <typename V>
+DYNAMO_MOE_INLINE V Gelu(const V& v) {
+  const V tail = 0.5F * Erfc(V(kSqrtHalf * Magnitudes(v)));
+  return v * (v < 0 ? tail : 1 - tail);
+}
 
-const char* FunctionOf(std::uint32_t activation) {
-  switch (activation) {
-    case kGelu:
-      return "Erf";
-    case kGeluTanh:
-    case kTanh:
-    case kElu:
-      return "Tanh";
-    case kMish:
-      return "Exp";
-    case kRelu:
-    case kRelu2:
-    case kHardswish:
-    case kLeakyRelu:
-    case kIdentity:
-      return nullptr;
-    default:
-      return "Sigmoid";
+template <typename V>
+DYNAMO_MOE_INLINE V Mish(const V& v) {
+  const V power = Exp(Most(v, kMishBound));
+  const V n = power * (power + 2);
+  return v * (n / (n + 2));
+}
+
+// exp(v) - 1 as 2 tanh(v / 2) / (1 - tanh(v / 2)), which is accurate near zero.
+template <typename V>
+DYNAMO_MOE_INLINE V Elu(const V& v) {
+  const V tanh = Tanh(V(Most(v, 0) / 2));
+  return v > 0 ? v : 2 * tanh / (1 - tanh);
+}
+
+// How gates and ups lie in rows of z.
+enum class Layout { kGatesAlone, kGatesThenUps, kInterleaved };
+
+// Up to as many numbers as a vector has; the others are zeros.
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE Floats<Lanes> ReadSome(const float* numbers, std::int64_t count) {
+  if (count >= Lanes) {
+    return Read<Lanes>(numbers);
+  }
+  float some[Lanes] = {};
+  for (std::int64_t i = 0; i < count; ++i) {
+    some[i] = numbers[i];
+  }
+  return Read<Lanes>(some);
+}
+
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE void WriteSome(const Floats<Lanes>& numbers, std::int64_t count, float* result) {
+  if (count >= Lanes) {
+    std::memcpy(result, &numbers, sizeof(numbers));
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    result[i] = numbers[i];
   }
 }
 
-// v * sigmoid(slope * v)
-float Swish(float value, float slope, float sigmoid) {
-  return slope * value < kSigmoidBound ? 0 : value * sigmoid;
-}
-
-}  // namespace
-
-// Where gates and ups lie: so many runs of so many numbers.
-struct Activation::Layout {
-  std::int64_t runs;
-  std::int64_t length;
-  std::int64_t stride;  // From one run to the next.
-  std::int64_t step;    // From one number to the next.
-  const float* gate;
-  const float* up;  // Null without gating.
-};
-
-namespace {
-
-template <typename Layout, typename Argument>
-void Prepare(const Layout& layout, const Argument& argument, float* hidden) {
-  for (std::int64_t run = 0; run < layout.runs; ++run) {
-    const float* const gate = layout.gate + run * layout.stride;
-    float* const result = hidden + run * layout.length;
-    for (std::int64_t i = 0; i < layout.length; ++i) {
-      result[i] = argument(gate[i * layout.step]);
-    }
-  }
-}
-
-// The hidden rows hold the function of the gates. The analyzer takes the ups' null for the gates'.
-// NOLINTBEGIN(clang-analyzer-core.*)
-template <typename Layout, typename Gate, typename Up>
-void Finish(const Layout& layout, const Gate& gate_of, const Up& up_of, float* hidden) {
-  for (std::int64_t run = 0; run < layout.runs; ++run) {
-    const float* const gate = layout.gate + run * layout.stride;
-    float* const result = hidden + run * layout.length;
-    if (layout.up == nullptr) {
-      for (std::int64_t i = 0; i < layout.length; ++i) {
-        result[i] = gate_of(gate[i], result[i]);
-      }
-      continue;
-    }
-    const float* const up = layout.up + run * layout.stride;
-    if (layout.step == 1) {
-      for (std::int64_t i = 0; i < layout.length; ++i) {
-        result[i] = gate_of(gate[i], result[i]) * up_of(up[i]);
-      }
+template <Layout Lies, std::int64_t Lanes, typename Gate, typename Up>
+DYNAMO_MOE_INLINE void ActivateRow(const float* z, std::int64_t width, const Gate& gate_of,
+                                   const Up& up_of, float* hidden) {
+  for (std::int64_t i = 0; i < width; i += Lanes) {
+    const std::int64_t count = width - i;
+    if constexpr (Lies == Layout::kGatesAlone) {
+      WriteSome<Lanes>(gate_of(ReadSome<Lanes>(z + i, count)), count, hidden + i);
+    } else if constexpr (Lies == Layout::kGatesThenUps) {
+      const auto gates = gate_of(ReadSome<Lanes>(z + i, count));
+      const auto ups = up_of(ReadSome<Lanes>(z + width + i, count));
+      WriteSome<Lanes>(gates * ups, count, hidden + i);
     } else {
-      for (std::int64_t i = 0; i < layout.length; ++i) {
-        result[i] = gate_of(gate[2 * i], result[i]) * up_of(up[2 * i]);
-      }
+      const auto first = ReadSome<Lanes>(z + 2 * i, 2 * count);
+      const auto second =
+          2 * count > Lanes ? ReadSome<Lanes>(z + 2 * i + Lanes, 2 * count - Lanes) : first;
+      const Integers<Lanes> even = 2 * Places<Lanes>();
+      const auto gates = gate_of(At<Lanes>(first, second, even));
+      const auto ups = up_of(At<Lanes>(first, second, even + 1));
+      WriteSome<Lanes>(gates * ups, count, hidden + i);
     }
   }
 }
 
-// NOLINTEND(clang-analyzer-core.*)
-
-// What the runtime's function is of, and the activation of the gate and that function.
-template <typename Layout, typename Argument, typename Gate, typename Up>
-Status Apply(const Call& call, const Op* function, const Layout& layout, float* hidden,
-             const Argument& argument, const Gate& gate_of, const Up& up_of) {
-  if (function != nullptr) {
-    Prepare(layout, argument, hidden);
-    const Matrix all = {hidden, layout.runs, layout.length};
-    DYNAMO_MOE_RETURN_IF_ERROR((*function)(call, {all}, all));
-  }
-  Finish(layout, gate_of, up_of, hidden);
-  return {};
+template <typename Gate, typename Up>
+void ActivateRows(const dynamo_moe_layer& layer, std::int64_t rows, const float* z,
+                  const Gate& gate_of, const Up& up_of, float* hidden) {
+  const std::int64_t width = layer.hidden;
+  ForCpu([&](auto constant) DYNAMO_MOE_INLINED {
+    constexpr std::int64_t lanes = constant();
+    if (!HasFlag(layer, format::kGated)) {
+      return ActivateRow<Layout::kGatesAlone, lanes>(z, rows * width, gate_of, up_of, hidden);
+    }
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const float* const from = z + row * 2 * width;
+      float* const to = hidden + row * width;
+      if (HasFlag(layer, format::kInterleaved)) {
+        ActivateRow<Layout::kInterleaved, lanes>(from, width, gate_of, up_of, to);
+      } else {
+        ActivateRow<Layout::kGatesThenUps, lanes>(from, width, gate_of, up_of, to);
+      }
+    }
+  });
 }
 
 }  // namespace
 
-Status Activation::Create(const Api& api, const OrtKernelInfo* info,
-                          const dynamo_moe_layer& layer) {
-  layer_ = layer;
-  const char* const name = FunctionOf(layer.activation);
-  constexpr std::int32_t version = 13;
-  return name == nullptr
-             ? Status()
-             : function_.Create(api, info, name, version, {{"T", kFloatElements}}, {}, 1);
-}
-
-Status Activation::OfRows(const Call& call, std::int64_t rows, const float* z,
-                          float* hidden) const {
-  const std::int64_t width = layer_.hidden;
-  if (HasFlag(layer_, format::kInterleaved)) {
-    return Run(call, {rows, width, 2 * width, 2, z, z + 1}, hidden);
-  }
-  return HasFlag(layer_, format::kGated)
-             ? Run(call, {rows, width, 2 * width, 1, z, z + width}, hidden)
-             : Run(call, {1, rows * width, 0, 1, z, nullptr}, hidden);
-}
-
-Status Activation::OfColumns(const Call& call, std::int64_t rows, const float* z,
-                             float* hidden) const {
-  const std::int64_t numbers = rows * layer_.hidden;
-  if (HasFlag(layer_, format::kInterleaved)) {
-    return Run(call, {layer_.hidden, rows, 2 * rows, 1, z, z + rows}, hidden);
-  }
-  const bool gated = HasFlag(layer_, format::kGated);
-  return Run(call, {1, numbers, 0, 1, z, gated ? z + numbers : nullptr}, hidden);
-}
-
-Status Activation::Run(const Call& call, const Layout& layout, float* hidden) const {
-  const Op* const function = FunctionOf(layer_.activation) == nullptr ? nullptr : &function_;
-  const auto same = [](float value) { return value; };
-  const auto run = [&](const auto& argument, const auto& gate_of) {
-    return Apply(call, function, layout, hidden, argument, gate_of, same);
+void Activate(const dynamo_moe_layer& layer, std::int64_t rows, const float* z, float* hidden) {
+  const float limit = layer.limit;
+  const float alpha = layer.alpha;
+  const auto same = [](const auto& v) DYNAMO_MOE_INLINED { return v; };
+  const auto clamped = [limit](const auto& v)
+                           DYNAMO_MOE_INLINED { return Least(Most(v, limit), -limit); };
+  const auto run = [&](const auto& gate_of) {
+    ActivateRows(layer, rows, z, gate_of, same, hidden);
   };
-  const float limit = layer_.limit;
-  const float alpha = layer_.alpha;
-  const auto clamped = [limit](float up) { return Least(Most(up, limit), -limit); };
-  switch (layer_.activation) {
+  switch (layer.activation) {
     case kGelu:
-      return run([](float v) { return v * kSqrtHalf; },
-                 [](float v, float erf) { return 0.5F * v * (1 + erf); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Gelu(v); });
+      break;
     case kGeluTanh:
-      return run([](float v) { return kSqrtTwoOverPi * (v + kBend * v * v * v); },
-                 [](float v, float tanh) { return 0.5F * v * (1 + tanh); });
+      // (1 + tanh(u)) / 2 is the sigmoid of 2 u.
+      run([](const auto& v) DYNAMO_MOE_INLINED {
+        return v * Sigmoid(decltype(v + v)(2 * kSqrtTwoOverPi * (v + kBend * v * v * v)));
+      });
+      break;
     case kSilu:
-      return run(same, [](float v, float sigmoid) { return Swish(v, 1, sigmoid); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return v * Sigmoid(v); });
+      break;
     case kRelu:
-      return run(same, [](float v, float) { return Least(v, 0); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Least(v, 0); });
+      break;
     case kRelu2:
-      return run(same, [](float v, float) { return Least(v, 0) * Least(v, 0); });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Least(v, 0) * Least(v, 0); });
+      break;
     case kClampedSwiglu:
-      return Apply(
-          call, function, layout, hidden, [=](float v) { return alpha * Most(v, limit); },
-          [=](float v, float sigmoid) { return Swish(Most(v, limit), alpha, sigmoid); },
-          [=](float up) { return clamped(up) + 1; });
+      ActivateRows(
+          layer, rows, z,
+          [=](const auto& v) DYNAMO_MOE_INLINED {
+            const auto gates = Most(v, limit);
+            return gates * Sigmoid(decltype(v + v)(alpha * gates));
+          },
+          [=](const auto& v) DYNAMO_MOE_INLINED { return clamped(v) + 1; }, hidden);
+      break;
     case kClampedSilu:
-      return Apply(
-          call, function, layout, hidden, [=](float v) { return Most(v, limit); },
-          [=](float v, float sigmoid) { return Swish(Most(v, limit), 1, sigmoid); }, clamped);
+      ActivateRows(
+          layer, rows, z,
+          [=](const auto& v) DYNAMO_MOE_INLINED {
+            const auto gates = Most(v, limit);
+            return gates * Sigmoid(gates);
+          },
+          clamped, hidden);
+      break;
     case kQuickGelu:
-      return run([](float v) { return kQuickGeluSlope * v; },
-                 [](float v, float sigmoid) { return Swish(v, kQuickGeluSlope, sigmoid); });
+      run([](const auto& v)
+              DYNAMO_MOE_INLINED { return v * Sigmoid(decltype(v + v)(kQuickGeluSlope * v)); });
+      break;
     case kTanh:
-      return run(same, [](float v, float tanh) { return std::isnan(v) ? v : tanh; });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Tanh(v); });
+      break;
     case kMish:
-      return run([](float v) { return Most(v, kMishBound); },
-                 [](float v, float power) {
-                   const float n = power * (power + 2);
-                   return v * (n / (n + 2));
-                 });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Mish(v); });
+      break;
     case kHardswish:
-      return run(same, [](float v, float) { return v * Most(Least(v / 6 + 0.5F, 0), 1); });
+      run([](const auto& v)
+              DYNAMO_MOE_INLINED { return v * Most(Least(decltype(v + v)(v + 3), 0), 6) / 6; });
+      break;
     case kElu:
-      // exp(v) - 1 as 2 tanh(v / 2) / (1 - tanh(v / 2)), which is accurate near zero.
-      return run([](float v) { return Most(v, 0) / 2; },
-                 [](float v, float tanh) { return v <= 0 ? 2 * tanh / (1 - tanh) : v; });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return Elu(v); });
+      break;
     case kLeakyRelu:
-      return run(same, [](float v, float) { return v > 0 ? v : kLeak * v; });
+      run([](const auto& v) DYNAMO_MOE_INLINED { return v > 0 ? v : kLeak * v; });
+      break;
     default:
-      return run(same, [](float v, float) { return v; });
+      run(same);
   }
 }
 

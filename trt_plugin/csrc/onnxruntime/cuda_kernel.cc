@@ -159,6 +159,9 @@ Status CudaKernel::Gather(const OrtKernelContext* context, Inputs* inputs) const
 }
 
 Status CudaKernel::Compute(OrtKernelContext* context) {
+  if (!called_.exchange(true)) {
+    bundle_.reset();
+  }
   Inputs inputs;
   DYNAMO_MOE_RETURN_IF_ERROR(Gather(context, &inputs));
   const TensorDescription& x = inputs.call.at(0);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -64,8 +65,9 @@ class CudaKernel {
   std::string name_;
   const OrtLogger* logger_ = nullptr;  // The session's.
   Owned<Allocator> allocator_{nullptr, {nullptr}};
-  // The file stays in memory for the session's next layers.
+  // The file stays in memory for the session's next layers, until this one is first called.
   std::shared_ptr<const LayerBundle> bundle_;
+  std::atomic<bool> called_ = false;
   std::shared_ptr<const Kernels> kernels_;
   std::int32_t inputs_ = 0;
   // Of inputs that are the same in each call: they are checked once.

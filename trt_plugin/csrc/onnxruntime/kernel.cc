@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <numeric>
 
+#include "onnxruntime/activation.h"
 #include "onnxruntime/few_rows.h"
 #include "onnxruntime/packed_matrix.h"
 #include "onnxruntime/router.h"
@@ -18,32 +19,17 @@ constexpr std::int64_t kResultNumbers = std::int64_t{1} << 25;
 constexpr std::int64_t kLeastBlockRows = 32;
 constexpr std::int64_t kMostBlockRows = 512;
 constexpr std::int64_t kLeastTokens = 1024;
-// A part of a product's result stays in the cache while the runtime sums parts of its depth; the
-// runtime takes as many columns at a time.
-constexpr std::int64_t kPartNumbers = std::int64_t{1} << 16;
-constexpr std::int64_t kPartColumns = 128;
 // A copy of some rows of a matrix stays in the cache until it has been multiplied.
 constexpr std::int64_t kCopyNumbers = std::int64_t{1} << 18;
-// From more rows on, to copy an expert's weights costs less than to sum columns.
-constexpr std::int64_t kMostColumns = 64;
+// With fewer blocks than threads may be, the weights of one are read by several, as many at a time
+// as take some ten microseconds.
+constexpr std::size_t kFewBlocks = 16;
+constexpr std::int64_t kPieceNumbers = std::int64_t{1} << 16;
 // Tokens of a piece of work that is little for each.
 constexpr std::int64_t kTokensAtOnce = 8;
 
 ElementType TypeOf(std::uint32_t dtype) {
   return dtype == format::kFloat16 ? kFloat16Elements : kBfloat16Elements;
-}
-
-// Writes a matrix [columns, rows] as rows [rows, columns], in parts that stay in the cache.
-void Transpose(const float* columns, std::int64_t rows, std::int64_t width, float* result) {
-  constexpr std::int64_t part = 16;
-  for (std::int64_t from = 0; from < width; from += part) {
-    const std::int64_t to = std::min(from + part, width);
-    for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t column = from; column < to; ++column) {
-        result[row * width + column] = columns[column * rows + row];
-      }
-    }
-  }
 }
 
 const float* BiasOf(const float* all, std::int64_t expert, std::int64_t count) {
@@ -79,6 +65,7 @@ struct Kernel::Block {
   std::int64_t expert;
   std::int64_t place;
   std::int64_t rows;
+  bool split;  // Its products may be.
 };
 
 // An expert's matrix as it lies, in float32 where it is read.
@@ -200,12 +187,8 @@ Status Kernel::CreateOps(const OrtKernelInfo* info) {
   };
   const bool b1 = node_.Has(format::kB1);
   const bool b2 = node_.Has(format::kB2);
-  DYNAMO_MOE_RETURN_IF_ERROR(product(true, b1, &up_columns_));
-  DYNAMO_MOE_RETURN_IF_ERROR(product(false, b2, &down_columns_));
-  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW1Transposed), b1, &up_rows_));
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      product(!HasFlag(node_.layer, format::kW2Transposed), b2, &down_rows_));
-  DYNAMO_MOE_RETURN_IF_ERROR(activation_.Create(api_, info, node_.layer));
+  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW1Transposed), b1, &up_));
+  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW2Transposed), b2, &down_));
   if (node_.node.op == format::kDropless) {
     DYNAMO_MOE_RETURN_IF_ERROR(product(true, node_.Has(format::kRouterBias), &router_));
     if (!RanksByLogits(node_.layer)) {
@@ -426,8 +409,11 @@ Status Kernel::RunExperts(const Call& call, const Inputs& inputs, const Routing&
     const std::int64_t end = slots.starts[static_cast<std::size_t>(expert) + 1];
     for (std::int64_t place = slots.starts[static_cast<std::size_t>(expert)]; place < end;
          place += most) {
-      blocks.push_back({expert, place, std::min(most, end - place)});
+      blocks.push_back({expert, place, std::min(most, end - place), false});
     }
+  }
+  for (Block& block : blocks) {
+    block.split = blocks.size() < kFewBlocks;
   }
   Buffer<float> results;
   DYNAMO_MOE_RETURN_IF_ERROR(results.Allocate(call, used * node_.layer.width));
@@ -481,101 +467,65 @@ Status Kernel::GatherRows(const Call& call, const Inputs& inputs, const Routing&
   return {};
 }
 
-Status Kernel::MultiplyColumns(const Call& call, const Op& product, Weight* weight,
-                               const float* bias, const Matrix& columns, const Matrix& result) {
-  const std::int64_t at_once =
-      std::min(kPartNumbers / std::min(result.columns, kPartColumns), weight->RowsAtOnce());
-  for (std::int64_t row = 0; row < weight->rows(); row += at_once) {
-    const std::int64_t rows = std::min(at_once, weight->rows() - row);
-    Matrix left;
-    DYNAMO_MOE_RETURN_IF_ERROR(weight->Read(row, rows, &left));
-    const Matrix part = {static_cast<const float*>(result.data) + row * result.columns, rows,
-                         result.columns};
-    DYNAMO_MOE_RETURN_IF_ERROR(bias == nullptr
-                                   ? product(call, {left, columns}, part)
-                                   : product(call, {left, columns, {bias + row, rows, 1}}, part));
-  }
-  return {};
-}
-
-Status Kernel::MultiplyRows(const Call& call, const Op& product, bool transposed, Weight* weight,
-                            const float* bias, const Matrix& rows, const Matrix& result) {
+Status Kernel::Multiply(const Call& call, const Op& product, bool transposed, bool split,
+                        Weight* weight, const float* bias, const Matrix& rows,
+                        const Matrix& result) {
   const bool few = rows.rows <= kMostFewRows && !transposed;
   const auto* const numbers = static_cast<const float*>(rows.data);
   auto* const sums = static_cast<float*>(const_cast<void*>(result.data));
-  if (few && weight->packed() != nullptr) {
+  if (few && rows.rows <= kMostRowsInRegisters && weight->packed() != nullptr) {
     MultiplyFewRows(*weight->packed(), bias, numbers, rows.rows, sums);
     return {};
   }
-  Matrix matrix;
-  DYNAMO_MOE_RETURN_IF_ERROR(weight->Read(0, weight->rows(), &matrix));
-  if (few) {
-    MultiplyFewRows(static_cast<const float*>(matrix.data), matrix.rows, matrix.columns, bias,
-                    numbers, rows.rows, sums);
-    return {};
+  const std::int64_t at_once = few ? weight->RowsAtOnce() : weight->rows();
+  for (std::int64_t first = 0; first < weight->rows(); first += at_once) {
+    Matrix part;
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        weight->Read(first, std::min(at_once, weight->rows() - first), &part));
+    if (!few) {
+      return bias == nullptr ? product(call, {rows, part}, result)
+                             : product(call, {rows, part, {bias, 1, result.columns}}, result);
+    }
+    const std::int64_t of_piece =
+        split ? std::max(kPieceNumbers / part.columns, std::int64_t{1}) : part.rows;
+    const std::int64_t pieces = (part.rows + of_piece - 1) / of_piece;
+    const auto multiply = [&](std::size_t piece) -> Status {
+      const std::int64_t from = static_cast<std::int64_t>(piece) * of_piece;
+      const std::int64_t column = first + from;
+      MultiplyFewRows(static_cast<const float*>(part.data) + from * part.columns,
+                      std::min(of_piece, part.rows - from), part.columns,
+                      bias == nullptr ? nullptr : bias + column, numbers, rows.rows, sums + column,
+                      result.columns);
+      return {};
+    };
+    DYNAMO_MOE_RETURN_IF_ERROR(call.ForEach(static_cast<std::size_t>(pieces), 0, multiply));
   }
-  return bias == nullptr ? product(call, {rows, matrix}, result)
-                         : product(call, {rows, matrix, {bias, 1, result.columns}}, result);
+  return {};
 }
 
 Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& routing,
                         const Slots& slots, const Block& block, float* results) const {
   const std::int64_t width = node_.layer.width;
+  const std::int64_t hidden = node_.layer.hidden;
+  const std::int64_t up_rows = UpRows();
+  const std::int64_t count = block.rows;
   Buffer<float> buffer;
-  DYNAMO_MOE_RETURN_IF_ERROR(buffer.Allocate(
-      call, static_cast<std::size_t>(block.rows * (UpRows() + node_.layer.hidden + 2 * width))));
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      buffer.Allocate(call, static_cast<std::size_t>(count * (width + up_rows + hidden))));
   float* const x = buffer.data();
-  float* const rest = x + block.rows * width;
-  float* const result = results + block.place * width;
+  float* const z = x + count * width;
+  float* const h = z + count * up_rows;
   DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
-  const bool columns = block.rows > kMostFewRows && block.rows <= kMostColumns &&
-                       !HasFlag(node_.layer, format::kW1Transposed) &&
-                       !HasFlag(node_.layer, format::kW2Transposed);
-  return columns ? RunColumns(call, inputs, block, x, rest, result)
-                 : RunRows(call, inputs, block, x, rest, result);
-}
-
-Status Kernel::RunColumns(const Call& call, const Inputs& inputs, const Block& block,
-                          const float* x, float* buffer, float* results) const {
-  const std::int64_t width = node_.layer.width;
-  const std::int64_t hidden = node_.layer.hidden;
-  const std::int64_t up_rows = UpRows();
-  const std::int64_t count = block.rows;
-  float* const z = buffer;
-  float* const h = z + count * up_rows;
-  float* const y = h + count * hidden;
   Weight w1(*this, call, inputs, format::kW1, block.expert);
-  DYNAMO_MOE_RETURN_IF_ERROR(MultiplyColumns(call, up_columns_, &w1,
-                                             BiasOf(inputs.b1, block.expert, up_rows),
-                                             {x, count, width}, {z, up_rows, count}));
-  DYNAMO_MOE_RETURN_IF_ERROR(activation_.OfColumns(call, count, z, h));
+  DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, up_, HasFlag(node_.layer, format::kW1Transposed),
+                                      block.split, &w1, BiasOf(inputs.b1, block.expert, up_rows),
+                                      {x, count, width}, {z, count, up_rows}));
+  Activate(node_.layer, count, z, h);
   DYNAMO_MOE_RETURN_IF_ERROR(Round(call, node_.layer.experts_dtype, hidden * count, h));
   Weight w2(*this, call, inputs, format::kW2, block.expert);
-  DYNAMO_MOE_RETURN_IF_ERROR(MultiplyColumns(call, down_columns_, &w2,
-                                             BiasOf(inputs.b2, block.expert, width),
-                                             {h, hidden, count}, {y, width, count}));
-  Transpose(y, count, width, results);
-  return {};
-}
-
-Status Kernel::RunRows(const Call& call, const Inputs& inputs, const Block& block, const float* x,
-                       float* buffer, float* results) const {
-  const std::int64_t width = node_.layer.width;
-  const std::int64_t hidden = node_.layer.hidden;
-  const std::int64_t up_rows = UpRows();
-  const std::int64_t count = block.rows;
-  float* const z = buffer;
-  float* const h = z + count * up_rows;
-  Weight w1(*this, call, inputs, format::kW1, block.expert);
-  DYNAMO_MOE_RETURN_IF_ERROR(MultiplyRows(
-      call, up_rows_, HasFlag(node_.layer, format::kW1Transposed), &w1,
-      BiasOf(inputs.b1, block.expert, up_rows), {x, count, width}, {z, count, up_rows}));
-  DYNAMO_MOE_RETURN_IF_ERROR(activation_.OfRows(call, count, z, h));
-  DYNAMO_MOE_RETURN_IF_ERROR(Round(call, node_.layer.experts_dtype, hidden * count, h));
-  Weight w2(*this, call, inputs, format::kW2, block.expert);
-  return MultiplyRows(call, down_rows_, HasFlag(node_.layer, format::kW2Transposed), &w2,
-                      BiasOf(inputs.b2, block.expert, width), {h, count, hidden},
-                      {results, count, width});
+  return Multiply(call, down_, HasFlag(node_.layer, format::kW2Transposed), block.split, &w2,
+                  BiasOf(inputs.b2, block.expert, width), {h, count, hidden},
+                  {results + block.place * width, count, width});
 }
 
 // NOLINTEND(readability-non-const-parameter,misc-const-correctness)

@@ -1,11 +1,10 @@
 // The operators of MoE layers on the CPU, with ONNX Runtime's own products.
 //
-// How an expert's product is computed depends on its tokens. A few are rows, and the loops are our
-// own: such a product takes as long as the weights take to be read. Of some more, hidden rows are
-// columns, the product that of the weight and the tokens, in this order: the runtime reads the left
-// matrix as it lies and copies the right one, and the tokens are less. Many are rows again. Packed
-// weights, and those in half precision, become float32 for the product: in parts that stay in the
-// cache for columns, an expert's whole matrix for rows, and packed ones in registers for a few.
+// How an expert's product is computed depends on its tokens. The runtime copies the weights into
+// the order that its loops read, which pays for itself with many; of up to 64 the loops are our
+// own, and read weights where they lie. Packed weights, and those in half precision, become float32
+// for the product: an expert's whole matrix for many rows, parts that stay in the cache for few,
+// and packed ones in registers for very few.
 //
 // Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K experts
 // per token, R rows of one expert.
@@ -19,7 +18,6 @@
 #include <vector>
 
 #include "bundle/format.h"
-#include "onnxruntime/activation.h"
 #include "onnxruntime/layer_node.h"
 #include "onnxruntime/runtime.h"
 #include "status.h"
@@ -61,21 +59,16 @@ class Kernel {
 
   Status RunExperts(const Call& call, const Inputs& inputs, const Routing& routing,
                     std::int64_t first, std::int64_t tokens, float* y) const;
+  // One expert's two products with the activation between.
   Status RunBlock(const Call& call, const Inputs& inputs, const Routing& routing,
                   const Slots& slots, const Block& block, float* results) const;
   Status GatherRows(const Call& call, const Inputs& inputs, const Routing& routing,
                     const Slots& slots, const Block& block, float* rows) const;
-  // One expert's two products with the activation between; x is [R, D].
-  Status RunColumns(const Call& call, const Inputs& inputs, const Block& block, const float* x,
-                    float* buffer, float* results) const;
-  Status RunRows(const Call& call, const Inputs& inputs, const Block& block, const float* x,
-                 float* buffer, float* results) const;
-  // The product of an expert's matrix and R columns, in parts that stay in the cache.
-  static Status MultiplyColumns(const Call& call, const Op& product, Weight* weight,
-                                const float* bias, const Matrix& columns, const Matrix& result);
   // The product of R rows [R, in] and an expert's matrix, (out, in) or transposed.
-  static Status MultiplyRows(const Call& call, const Op& product, bool transposed, Weight* weight,
-                             const float* bias, const Matrix& rows, const Matrix& result);
+  // Where it is split, threads take parts of it.
+  static Status Multiply(const Call& call, const Op& product, bool transposed, bool split,
+                         Weight* weight, const float* bias, const Matrix& rows,
+                         const Matrix& result);
   std::int64_t UpRows() const {
     return (HasFlag(node_.layer, format::kGated) ? 2 : 1) * std::int64_t{node_.layer.hidden};
   }
@@ -89,11 +82,8 @@ class Kernel {
   Owned<OrtMemoryInfo> memory_{nullptr, {nullptr}};
   Op router_;
   Op score_;
-  Op up_columns_;
-  Op down_columns_;
-  Op up_rows_;
-  Op down_rows_;
-  Activation activation_;
+  Op up_;
+  Op down_;
   // By the code of the dtype in half precision.
   std::array<Op, format::kBfloat16 + 1> widen_;
   std::array<Op, format::kBfloat16 + 1> narrow_;

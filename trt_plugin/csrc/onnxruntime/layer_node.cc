@@ -9,6 +9,7 @@
 #include <string>
 
 #include "node/attributes.h"
+#include "node/inputs.h"
 #include "onnxruntime/node_info.h"
 #include "onnxruntime/runtime.h"
 
@@ -16,14 +17,6 @@ namespace dynamo_moe::onnxruntime {
 namespace {
 
 constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
-
-std::string ShapeText(const std::vector<std::int64_t>& sizes) {
-  std::string text = "[";
-  for (const std::int64_t size : sizes) {
-    text += Text(text.size() == 1 ? "" : ", ", size);
-  }
-  return text + "]";
-}
 
 // The names of dtypes, of which each has a bit.
 std::string DtypeNames(std::uint32_t dtypes) {
@@ -122,43 +115,25 @@ Status ReadDtypes(const Api& api, const OrtKernelInfo* info, LayerNode* layer) {
   return CheckSame(*layer, format::kX, {format::kB1, format::kB2});
 }
 
-Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
-                  const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& x) {
-  const Shape shape = ShapeOf(layer, tensor);
-  if (shape.rank != 0) {
-    const std::vector<std::int64_t> wanted(shape.sizes, shape.sizes + shape.rank);
-    return sizes == wanted ? Status()
-                           : InvalidArgument(NameOf(tensor), " must have shape ", ShapeText(wanted),
-                                             ", got ", ShapeText(sizes));
-  }
-  const std::int64_t last = tensor == format::kX ? layer.width : layer.top_k;
-  const bool same = sizes.size() == x.size() && !sizes.empty() && sizes.back() == last &&
-                    std::equal(sizes.begin(), sizes.end() - 1, x.begin());
-  return same ? Status()
-              : InvalidArgument(NameOf(tensor), " must have shape [..., ", last,
-                                "] with the tokens of x, ", ShapeText(x), "; got ",
-                                ShapeText(sizes));
+TensorDescription DescriptionOf(const std::vector<std::int64_t>& sizes) {
+  TensorDescription description;
+  description.rank = static_cast<std::int32_t>(sizes.size());
+  description.sizes = sizes.data();
+  return description;
 }
 
-Status CheckTensor(const LayerNode& layer, format::Tensor tensor, const TensorType& description,
+Status CheckTensor(const LayerNode& layer, format::Tensor tensor, const TensorType& given,
                    Tensors* tensors) {
-  if (DtypeCode(description.type) != layer.dtypes[tensor]) {
+  if (DtypeCode(given.type) != layer.dtypes[tensor]) {
     return InvalidArgument(NameOf(tensor), " must be ", DtypeName(layer.dtypes[tensor]),
-                           ", got ONNX's type ", static_cast<std::int32_t>(description.type));
+                           ", got ONNX's type ", static_cast<std::int32_t>(given.type));
   }
-  const std::vector<std::int64_t> for_each_expert = {layer.layer.experts, 1, 1};
-  const bool ignored = IsIgnored(layer.layer, tensor);
-  if ((ignored || IsZeroPoints(tensor)) && description.sizes == for_each_expert) {
-    tensors->one_zero_point[tensor] = true;
-    return {};
-  }
-  if (ignored) {
-    return InvalidArgument(NameOf(tensor), " must have shape ", ShapeText(for_each_expert),
-                           ", which stands for none: ", FormatOf(layer.layer).name, " has no ",
-                           IsZeroPoints(tensor) ? "zero points" : "global scales", ", got ",
-                           ShapeText(description.sizes));
-  }
-  return CheckShape(layer.layer, tensor, description.sizes, tensors->sizes);
+  const TensorDescription description = DescriptionOf(given.sizes);
+  tensors->one_zero_point[tensor] =
+      IsZeroPoints(tensor) && IsOneForEachExpert(layer.layer, description);
+  return tensors->one_zero_point[tensor]
+             ? Status()
+             : CheckShape(layer.layer, tensor, description, DescriptionOf(tensors->sizes));
 }
 
 }  // namespace

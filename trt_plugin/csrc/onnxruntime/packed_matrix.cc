@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "bundle/layer.h"
-#include "onnxruntime/few_rows.h"
 #include "onnxruntime/vectors.h"
 
 namespace dynamo_moe::onnxruntime {
@@ -143,6 +142,55 @@ struct Row {
   }
   DYNAMO_MOE_INLINE const std::uint8_t* At(std::int64_t column) const {
     return codes + static_cast<std::uint64_t>(column) / Code::kPerByte;
+  }
+};
+
+// Gives the numbers of some columns to a sink: two vectors at a time, one, and then the rest one by
+// one. vector_at(column) and one_at(column) return them.
+template <std::int64_t Lanes, typename VectorAt, typename OneAt, typename Sink>
+DYNAMO_MOE_INLINE void ReadColumns(std::int64_t from, std::int64_t to, const VectorAt& vector_at,
+                                   const OneAt& one_at, Sink* sink) {
+  std::int64_t column = from;
+  for (; column + 2 * Lanes <= to; column += 2 * Lanes) {
+    sink->template Vector<0>(column, vector_at(column));
+    sink->template Vector<1>(column + Lanes, vector_at(column + Lanes));
+  }
+  if (column + Lanes <= to) {
+    sink->template Vector<0>(column, vector_at(column));
+    column += Lanes;
+  }
+  for (; column < to; ++column) {
+    sink->One(column, one_at(column));
+  }
+}
+
+// A sink that multiplies a row with each of some others. An addition waits for the one before it,
+// so there are two sums of each.
+template <std::int64_t Count, std::int64_t Lanes>
+struct Products {
+  const float* others;
+  std::int64_t columns;
+  Floats<Lanes> sums[Count][2];
+  float rest[Count];
+
+  template <std::int64_t Turn>
+  DYNAMO_MOE_INLINE void Vector(std::int64_t column, const Floats<Lanes>& numbers) {
+    for (std::int64_t r = 0; r < Count; ++r) {
+      sums[r][Turn] += numbers * Read<Lanes>(others + r * columns + column);
+    }
+  }
+  DYNAMO_MOE_INLINE void One(std::int64_t column, float number) {
+    for (std::int64_t r = 0; r < Count; ++r) {
+      rest[r] += number * others[r * columns + column];
+    }
+  }
+  // Writes them to a column of a matrix with so many.
+  DYNAMO_MOE_INLINE void Write(const float* bias, std::int64_t column, std::int64_t width,
+                               float* result) const {
+    for (std::int64_t r = 0; r < Count; ++r) {
+      const float sum = Sum<Lanes>(sums[r][0] + sums[r][1]) + rest[r];
+      result[r * width + column] = sum + (bias == nullptr ? 0 : bias[column]);
+    }
   }
 };
 
@@ -335,7 +383,7 @@ DYNAMO_MOE_INLINE void DecodeBy(const PackedMatrix& matrix, std::int64_t first, 
 template <std::int64_t Lanes>
 DYNAMO_MOE_INLINE void MultiplyBy(const PackedMatrix& matrix, const float* bias, const float* rows,
                                   std::int64_t count, float* result) {
-  WithCount<kMostFewRows>(count, [&](auto constant) DYNAMO_MOE_INLINED {
+  WithCount<kMostRowsInRegisters>(count, [&](auto constant) DYNAMO_MOE_INLINED {
     constexpr std::int64_t fixed = constant();
     const auto make = [&](std::int64_t) DYNAMO_MOE_INLINED {
       return Products<fixed, Lanes>{rows, matrix.columns, {}, {}};

@@ -22,7 +22,10 @@ struct PackedMatrix {
 // Writes some rows in float32.
 void Decode(const PackedMatrix& matrix, std::int64_t first, std::int64_t rows, float* result);
 
-// As the product of a matrix in float32 with a few rows; a code is decoded once, in registers.
+inline constexpr std::int64_t kMostRowsInRegisters = 4;
+
+// result[r, o] = sum over i of matrix[o, i] * rows[r, i] + bias[o], for up to kMostRowsInRegisters
+// rows; the bias may be null. A code is decoded once, in registers.
 void MultiplyFewRows(const PackedMatrix& matrix, const float* bias, const float* rows,
                      std::int64_t count, float* result);
 

@@ -36,6 +36,13 @@ DYNAMO_MOE_INLINE To BitsOf(const From& from) {
   return to;
 }
 
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE Floats<Lanes> Read(const float* numbers) {
+  Floats<Lanes> vector;
+  std::memcpy(&vector, numbers, sizeof(vector));
+  return vector;
+}
+
 // The numbers at some places; the last bits of an integer name one.
 template <std::int64_t Lanes>
 DYNAMO_MOE_INLINE Floats<Lanes> At(const Floats<Lanes>& numbers, const Integers<Lanes>& places) {
@@ -50,67 +57,71 @@ DYNAMO_MOE_INLINE Floats<Lanes> At(const Floats<Lanes>& numbers, const Integers<
 #endif
 }
 
-// Gives the numbers of some columns to a sink: two vectors at a time, one, and then the rest one by
-// one. vector_at(column) and one_at(column) return them.
-template <std::int64_t Lanes, typename VectorAt, typename OneAt, typename Sink>
-DYNAMO_MOE_INLINE void ReadColumns(std::int64_t from, std::int64_t to, const VectorAt& vector_at,
-                                   const OneAt& one_at, Sink* sink) {
-  std::int64_t column = from;
-  for (; column + 2 * Lanes <= to; column += 2 * Lanes) {
-    sink->template Vector<0>(column, vector_at(column));
-    sink->template Vector<1>(column + Lanes, vector_at(column + Lanes));
+// The numbers at some places of two vectors one after the other.
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE Floats<Lanes> At(const Floats<Lanes>& first, const Floats<Lanes>& second,
+                                   const Integers<Lanes>& places) {
+#ifdef __clang__
+  Floats<Lanes> found = {};
+  for (std::int64_t i = 0; i < Lanes; ++i) {
+    const std::int32_t place = places[i] & (2 * Lanes - 1);
+    found[i] = place < Lanes ? first[place] : second[place - Lanes];
   }
-  if (column + Lanes <= to) {
-    sink->template Vector<0>(column, vector_at(column));
-    column += Lanes;
-  }
-  for (; column < to; ++column) {
-    sink->One(column, one_at(column));
+  return found;
+#else
+  return __builtin_shuffle(first, second, places);
+#endif
+}
+
+// 0, 1, 2, …
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE constexpr Integers<Lanes> Places() {
+  if constexpr (Lanes == kWideLanes) {
+    return Integers<Lanes>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  } else {
+    return Integers<Lanes>{0, 1, 2, 3, 4, 5, 6, 7};
   }
 }
 
-// A sink that multiplies a row with each of some others. An addition waits for the one before it,
-// so there are two sums of each.
-template <std::int64_t Count, std::int64_t Lanes>
-struct Products {
-  const float* others;
-  std::int64_t columns;
-  Floats<Lanes> sums[Count][2];
-  float rest[Count];
+// Adds the last half to the first, and so on, until so many sums are left in front.
+template <std::int64_t Left, std::int64_t Lanes>
+DYNAMO_MOE_INLINE Floats<Lanes> Fold(const Floats<Lanes>& numbers) {
+  Floats<Lanes> sum = numbers;
+  for (std::int32_t half = Lanes / 2; half >= Left; half /= 2) {
+    sum += At<Lanes>(sum, Places<Lanes>() + half);
+  }
+  return sum;
+}
 
-  template <std::int64_t Turn>
-  DYNAMO_MOE_INLINE void Vector(std::int64_t column, const Floats<Lanes>& numbers) {
-    for (std::int64_t r = 0; r < Count; ++r) {
-      Floats<Lanes> other;
-      std::memcpy(&other, others + r * columns + column, sizeof(other));
-      sums[r][Turn] += numbers * other;
-    }
-  }
-  DYNAMO_MOE_INLINE void One(std::int64_t column, float number) {
-    for (std::int64_t r = 0; r < Count; ++r) {
-      rest[r] += number * others[r * columns + column];
-    }
-  }
-  // Writes them to a column of a matrix with so many.
-  DYNAMO_MOE_INLINE void Write(const float* bias, std::int64_t column, std::int64_t width,
-                               float* result) const {
-    for (std::int64_t r = 0; r < Count; ++r) {
-      result[r * width + column] = Sum(r) + (bias == nullptr ? 0 : bias[column]);
-    }
-  }
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE float Sum(const Floats<Lanes>& numbers) {
+  return Fold<1, Lanes>(numbers)[0];
+}
 
- private:
-  DYNAMO_MOE_INLINE float Sum(std::int64_t r) const {
-    constexpr Integers<kWideLanes> all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Integers<Lanes> lanes;
-    std::memcpy(&lanes, &all, sizeof(lanes));
-    Floats<Lanes> sum = sums[r][0] + sums[r][1];
-    for (std::int32_t half = Lanes / 2; half > 0; half /= 2) {
-      sum += At<Lanes>(sum, lanes + half);
-    }
-    return sum[0] + rest[r];
-  }
-};
+// The sums of two vectors' neighbours: pairs of the first and of the second in turn.
+template <std::int64_t Length, std::int64_t Lanes>
+DYNAMO_MOE_INLINE Floats<Lanes> AddNeighbours(const Floats<Lanes>& first,
+                                              const Floats<Lanes>& second) {
+  const Integers<Lanes> all = Places<Lanes>();
+  // Runs of a length: every other one of the first vector, and the same of the second between them.
+  const Integers<Lanes> in_second = (all / Length) % 2;
+  const Integers<Lanes> even = all - in_second * Length + in_second * Lanes;
+  return At<Lanes>(first, second, even) + At<Lanes>(first, second, even + Length);
+}
+
+// The sum of each vector.
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE void SumEach(const Floats<Lanes> (&numbers)[1], float (&sums)[1]) {
+  sums[0] = Sum<Lanes>(numbers[0]);
+}
+
+template <std::int64_t Lanes>
+DYNAMO_MOE_INLINE void SumEach(const Floats<Lanes> (&numbers)[4], float (&sums)[4]) {
+  const auto first = AddNeighbours<1, Lanes>(numbers[0], numbers[1]);
+  const auto second = AddNeighbours<1, Lanes>(numbers[2], numbers[3]);
+  const auto folded = Fold<4, Lanes>(AddNeighbours<2, Lanes>(first, second));
+  std::memcpy(sums, &folded, sizeof(sums));
+}
 
 // Calls a function with a number from 1 to Most as a constant.
 template <std::int64_t Most, typename Function>
