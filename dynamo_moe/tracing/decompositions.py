@@ -114,6 +114,24 @@ def _floor_divide(x: Any, y: Any) -> Any:
     return torch.floor_divide(*_promoted(x, y))
 
 
+def _is_not_one(x: Tensor, dim: int) -> bool:
+    """Whether a trace does not know that a dimension is 1."""
+    return not x.ndim or not isinstance(x.shape[dim], int) or x.shape[dim] != 1
+
+
+# PyTorch keeps other dimensions than those of 1; ONNX has no Squeeze of them.
+@decomposes(_aten.squeeze.dim, when=_is_not_one)
+def _squeeze_nothing(x: Tensor, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+@decomposes(_aten.squeeze.dims)
+def _squeeze(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in sorted((dim % max(x.ndim, 1) for dim in dims), reverse=True):
+        x = x.squeeze(dim)
+    return x if dims else x.view_as(x)
+
+
 @decomposes(_prims.view_of.default)
 def _view_of(x: Tensor) -> Tensor:
     return x.view_as(x)

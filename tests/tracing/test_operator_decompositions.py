@@ -138,8 +138,15 @@ def narrow_indices(x: Tensor) -> tuple[Tensor, ...]:
     return x[:, two], x[two.long() // 2, two], changed, x.index_put((two[:1],), x[:1] * 0)
 
 
+def squeezed(x: Tensor) -> tuple[Tensor, ...]:
+    """Dimensions that are not 1 stay."""
+    one = x[:, :1]
+    return x.squeeze(1), x.squeeze(-1), one.squeeze((0, 1)), one[:1].squeeze((1, 3, 0))
+
+
 FUNCTIONS = [
     numbers_first,
+    squeezed,
     sums_of_booleans,
     sums_in_half_precision,
     narrow_indices,
