@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +35,7 @@ __all__ = [
     "can_decompose",
     "enable_python_dispatcher",
     "exporting",
+    "failures_unsaid",
     "fake_mode",
     "fractions_unknown",
     "free_unbacked_symbols",
@@ -350,6 +353,31 @@ def _fractions_unknown() -> Iterator[None]:
 
 fractions_unknown = ProcessState(_fractions_unknown)
 """Makes no constants of constants and fractions of sizes."""
+
+
+# What a failed trace also says to stderr, pages of it.
+_LOGGERS = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+
+
+@contextlib.contextmanager
+def _failures_unsaid() -> Iterator[None]:
+    """Lets a trace that fails say so in its error alone: another way of tracing may succeed.
+
+    PyTorch also logs what it thinks of the error, and prints the program as far as it is traced.
+    """
+    with contextlib.ExitStack() as changes:
+        for logger in map(logging.getLogger, _LOGGERS):
+            changes.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        with contextlib.suppress(ImportError):
+            printing: Any = importlib.import_module(_LOGGERS[0])
+            printing.print = lambda *_, **__: None  # In place of the builtin.
+            changes.callback(delattr, printing, "print")
+        yield
+
+
+failures_unsaid = ProcessState(_failures_unsaid)
+"""Lets a trace that fails say so in its error alone."""
 
 
 @contextlib.contextmanager

@@ -50,7 +50,11 @@ def _tracing_made_cheap() -> Iterator[None]:
 _cheap_tracing = ProcessState(_tracing_made_cheap)
 
 capturing = ProcessState(
-    _cheap_tracing, tracer.unfused_transformers, tracer.sizes_of_one, tracer.fractions_unknown
+    _cheap_tracing,
+    tracer.unfused_transformers,
+    tracer.sizes_of_one,
+    tracer.fractions_unknown,
+    tracer.failures_unsaid,
 )
 """How PyTorch traces a model for ONNX."""
 

@@ -356,3 +356,14 @@ def test_a_refused_model_is_left_as_it_was(
         dynamo_moe.export(model, X, tmp_path / "m.onnx")
     assert (model.calls, model.sizes, model.cache, float(model.count)) == (0, [], {}, 0.0)
     assert type(model.calls) is int
+
+
+def test_what_fails_at_first_is_not_said_where_it_is_exported_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros(int((x > 0).sum()), 2)
+
+    dynamo_moe.export(Counted(), torch.randn(5), tmp_path / "m.onnx")
+    assert capsys.readouterr() == ("", "")
