@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # With every module and test loaded, a search for garbage takes a second, and a sixth of the
-    # time of all tests was spent in such searches.
+    # With every module and test loaded, a search for garbage takes a second: it was 18 s of 96 of
+    # processor time for 555 tests.
     gc.freeze()
     gc.set_threshold(20_000, 10, 100)
 
