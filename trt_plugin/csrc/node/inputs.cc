@@ -98,9 +98,8 @@ Status CheckIgnored(const dynamo_moe_layer& layer, const NodeCall& call, std::in
 
 }  // namespace
 
-bool IsOneForEachExpert(const dynamo_moe_layer& layer, const TensorDescription& given) {
-  return given.rank == 3 && SameSize(given.sizes[0], layer.experts) && given.sizes[1] == 1 &&
-         given.sizes[2] == 1;
+bool IsOneForEachExpert(const TensorDescription& given) {
+  return given.rank == 3 && given.sizes[1] == 1 && given.sizes[2] == 1;
 }
 
 Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
@@ -109,7 +108,7 @@ Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,
     return {};
   }
   if (IsIgnored(layer, tensor)) {
-    return IsOneForEachExpert(layer, given)
+    return IsOneForEachExpert(given) && SameSize(given.sizes[0], layer.experts)
                ? Status()
                : InvalidArgument(NameOf(tensor), " must have shape [", layer.experts,
                                  ", 1, 1], which stands for none: ", FormatOf(layer).name,
@@ -260,8 +259,9 @@ Status CompleteLayer(const NodeCall& call, dynamo_moe_layer* layer) {
       case format::kW2ZeroPoints:
         // One for each expert in both, or one for each scale.
         if (layer->zero_points != format::kOneForEachScale) {
-          layer->zero_points = IsOneForEachExpert(*layer, call.at(i)) ? format::kOneForEachExpert
-                                                                      : format::kOneForEachScale;
+          // Where experts lie in a file, the one of a node stands for all.
+          layer->zero_points =
+              IsOneForEachExpert(call.at(i)) ? format::kOneForEachExpert : format::kOneForEachScale;
         }
         break;
       case format::kB1:

@@ -49,8 +49,8 @@ struct NodeCall {
   bool Has(const dynamo_moe_layer& layer, format::Tensor wanted) const;
 };
 
-// Whether a tensor is [E, 1, 1].
-bool IsOneForEachExpert(const dynamo_moe_layer& layer, const TensorDescription& given);
+// Whether a tensor is [E, 1, 1], whatever E.
+bool IsOneForEachExpert(const TensorDescription& given);
 
 // Checks a tensor's shape against the layer and x. What the layer's format lacks is [E, 1, 1].
 Status CheckShape(const dynamo_moe_layer& layer, format::Tensor tensor,

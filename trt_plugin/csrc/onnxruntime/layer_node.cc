@@ -129,8 +129,8 @@ Status CheckTensor(const LayerNode& layer, format::Tensor tensor, const TensorTy
                            ", got ONNX's type ", static_cast<std::int32_t>(given.type));
   }
   const TensorDescription description = DescriptionOf(given.sizes);
-  tensors->one_zero_point[tensor] =
-      IsZeroPoints(tensor) && IsOneForEachExpert(layer.layer, description);
+  tensors->one_zero_point[tensor] = IsZeroPoints(tensor) && IsOneForEachExpert(description) &&
+                                    description.sizes[0] == layer.layer.experts;
   return tensors->one_zero_point[tensor]
              ? Status()
              : CheckShape(layer.layer, tensor, description, DescriptionOf(tensors->sizes));
