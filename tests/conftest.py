@@ -45,13 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
 
 
-def pytest_collection_finish() -> None:
-    # With every module and test loaded, a search for garbage takes a second: it was 18 s of 96 of
-    # processor time for 555 tests.
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 100)
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -72,9 +65,11 @@ def _interpreter() -> Iterator[None]:
 
 
 @pytest.fixture
-def only_new_objects() -> None:
+def only_new_objects() -> Iterator[None]:
     """A search for garbage looks at what the test makes alone; all else takes it a second."""
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

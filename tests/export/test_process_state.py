@@ -166,7 +166,7 @@ def process() -> dict[str, Any]:
         ),
         "logger": logging.getLogger("torch.onnx._internal.exporter._registration").level,
         "filters": tuple(warnings.filters),
-        "frozen": bool(gc.get_freeze_count()),
+        "frozen": gc.get_freeze_count(),
         "collecting": (gc.isenabled(), gc.get_threshold()),
         "threads": torch.get_num_threads(),
         "random": torch.get_rng_state().numpy().tobytes(),
