@@ -83,7 +83,7 @@ class NotRoutedError(ValueError):
 
 
 class PlacesError(NotRoutedError):
-    """The experts' weights are the same for all tokens: the module gets tokens already sorted."""
+    """The experts' weights are the same whatever the tokens are: they come sorted by expert."""
 
 
 class NoKnownRouterError(ValueError):
@@ -279,14 +279,19 @@ class LayerTrial:
         if self.others.tensors or self.draws:
             return specs
         others = self.others.of_size(self.x)
-        choosing = []
-        for spec in specs:
+
+        def weights(spec: LayerSpec, x: Tensor) -> Tensor:
             with same_draws():
-                here, there = (
-                    spec.routing(self.module, x, others) for x in (self.x, self.x.roll(1, -1))
-                )
-            if not (torch.equal(here.ids, there.ids) and torch.equal(here.weights, there.weights)):
-                choosing.append(spec)
+                routed = spec.routing(self.module, x, others)
+            return dense_weights(routed.ids, routed.weights, self.num_experts)
+
+        # Opposite tokens have the opposite scores, whose largest is another.
+        other_tokens = (self.x.roll(1, -1), -self.x)
+        choosing = [
+            spec
+            for spec in specs
+            if any(not torch.equal(weights(spec, self.x), weights(spec, x)) for x in other_tokens)
+        ]
         if not choosing:
             raise PlacesError("a token's place alone says which of its experts gets it")
         return choosing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -408,11 +408,11 @@ def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dic
         return tuple(case[name] for name in positional), keywords
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or case.keys() <= named:
         return (), dict(case)
-    whole = _containers(case, first)
+    whole = _containers(case, named)
     return ((), whole) if whole.keys() <= named else (tuple(case.values()), {})
 
 
-def _containers(case: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, Any]:
+def _containers(case: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
     """Returns a case with the parts of an argument as one: ``x_a`` and ``x_b`` are a dictionary.
 
     That is how a file names the tensors of an argument ``x``. Parts with numbers are a tuple.
@@ -426,9 +426,9 @@ def _containers(case: Mapping[str, Any], parameters: Sequence[str]) -> dict[str,
         else:
             owner = max(owners, key=len)
             parts.setdefault(owner, {})[name.removeprefix(f"{owner}_")] = value
-    for owner, named in parts.items():
-        numbered = all(map(str.isdecimal, named))
-        whole[owner] = tuple(named.values()) if numbered else named
+    for owner, items in parts.items():
+        numbered = all(map(str.isdecimal, items))
+        whole[owner] = tuple(items.values()) if numbered else items
     return whole
 
 
