@@ -1,7 +1,7 @@
 """The options of an MoE layer: one row each, from which everything that lists options is derived.
 
 A row is a field of :class:`RouterOptions` or :class:`ExpertOptions`: its name, type and default,
-and what :func:`_option` adds to them; :func:`options_of` returns the rows. Derived from them are
+and what :func:`_option` adds to them; a record's class has its ``rows``. Derived from them are
 the dispatcher's schema and the functions' signatures (:mod:`custom_ops._library`), the attributes
 of the ONNX nodes, a bundle's record of a layer, the plugin's fields and tables of the docs.
 """
@@ -12,7 +12,6 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
 # A name's place is its code in a bundle: a new one comes last.
@@ -32,7 +31,7 @@ POINTWISE = tuple(name for name in ACTIVATIONS if name not in CLAMPED)
 
 Value = str | bool | int | float
 _V = TypeVar("_V", bound=Value)
-_C = TypeVar("_C", bound=type)
+_R = TypeVar("_R", bound="type[Options]")
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ def _option(default: _V, doc: str, **row: Any) -> _V:
     return field(default=default, metadata={"doc": doc, **row})
 
 
-@cache
-def options_of(record: Any) -> tuple[Option, ...]:
+def _rows_of(record: Any) -> tuple[Option, ...]:
     """Returns the options among the fields of a record's class, in order."""
     rows: list[Option] = []
     for option_field in fields(record):
@@ -181,21 +179,21 @@ def list_options(docstring: str | None, options: tuple[Option, ...]) -> str:
     return str(docstring).replace("        {options}", "\n".join(rows))
 
 
-def _documented(record: _C) -> _C:
-    record.__doc__ = list_options(record.__doc__, options_of(record))
+def _with_rows(record: _R) -> _R:
+    record.rows = _rows_of(record)
+    record.__doc__ = list_options(record.__doc__, record.rows)
     return record
 
 
 class Options:
-    """The base class of the records of options."""
+    """The base class of the records of options.
+
+    Attributes:
+        rows: The record's rows of the table.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def rows(self) -> tuple[Option, ...]:
-        """The record's rows of the table."""
-        record: Any = type(self)
-        return options_of(record)
+    rows: ClassVar[tuple[Option, ...]]
 
     def __post_init__(self) -> None:
         for option in self.rows:
@@ -212,7 +210,7 @@ class Options:
         return replace(self, **idle)
 
 
-@_documented
+@_with_rows
 @dataclass(frozen=True)
 class RouterOptions(Options):
     """How router logits become expert indices and weights.
@@ -322,7 +320,7 @@ class RouterOptions(Options):
         return replace(record, group_scoring="none", n_group=1, topk_group=1)
 
 
-@_documented
+@_with_rows
 @dataclass(frozen=True)
 class ExpertOptions(Options):
     """What the experts compute around and between their two matrix products.
@@ -404,7 +402,7 @@ class ExpertOptions(Options):
         return 2 if self.gated else 1
 
 
-@_documented
+@_with_rows
 @dataclass(frozen=True)
 class WeightLayout(Options):
     """How the experts' weights lie in memory.
@@ -423,9 +421,9 @@ class WeightLayout(Options):
     )
 
 
-ROUTER_OPTIONS = options_of(RouterOptions)
-EXPERT_OPTIONS = options_of(ExpertOptions)
-LAYOUT_OPTIONS = options_of(WeightLayout)
+ROUTER_OPTIONS = RouterOptions.rows
+EXPERT_OPTIONS = ExpertOptions.rows
+LAYOUT_OPTIONS = WeightLayout.rows
 
 
 class ExpertKeywords(TypedDict, total=False):

@@ -34,7 +34,10 @@ Quiet = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Show an error's traceback, and what PyTorch logs.")
+    bool,
+    typer.Option(
+        "--debug", help="Show an error's traceback, and how far PyTorch traced the model."
+    ),
 ]
 
 
@@ -75,13 +78,11 @@ def message_of(error: BaseException, *, hint: str = "") -> str:
 
 
 @contextmanager
-def step(
-    console: Console, doing: str, *, mute: bool = False, status: bool = True
-) -> Iterator[None]:
+def step(console: Console, doing: str, *, status: bool = True) -> Iterator[None]:
     """Shows what is being done, and how long it took; the model's own code may print meanwhile."""
     started = time.perf_counter()
     shown = console.status(f"{doing} ...") if status else nullcontext()
-    with shown, users_code(quiet=console.quiet, mute=mute):
+    with shown, users_code(quiet=console.quiet):
         yield
     seconds = time.perf_counter() - started
     console.print(Text.assemble(f"{doing} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)

@@ -125,17 +125,15 @@ def check_example(
 
 
 @contextmanager
-def users_code(*, quiet: bool, mute: bool) -> Iterator[None]:
+def users_code(*, quiet: bool) -> Iterator[None]:
     """Keeps what the model's code prints off stdout, and its ``sys.exit`` from being ours.
 
     Args:
         quiet: Nothing is shown at all.
-        mute: What goes to stderr is not shown: before torch.export raises, PyTorch logs tracebacks
-            and prints the graph it had so far, a hundred lines.
     """
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(StringIO() if quiet else sys.stderr))
-        if quiet or mute:
+        if quiet:
             stack.enter_context(redirect_stderr(StringIO()))
             # PyTorch's handlers hold the stderr of its import.
             stack.callback(logging.disable, logging.root.manager.disable)

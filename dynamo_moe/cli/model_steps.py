@@ -153,13 +153,11 @@ def export(
     args: tuple[Any, ...] | None,
     out: Path,
     options: dict[str, Any],
-    *,
-    mute: bool,
 ) -> dynamo_moe.ExportReport:
-    """Writes a file or folder; ``mute`` hides what the model's own code prints meanwhile."""
+    """Writes a file or folder."""
     task = options.get("task")
     doing = f"Exporting for {task or 'target ' + options['target']}"
-    with step(console, doing, mute=mute, status=False), shown(out.name, console) as progress:
+    with step(console, doing, status=False), shown(out.name, console) as progress:
         if task:
             return dynamo_moe.export_language_model(module, out, progress=progress, **options)
         return dynamo_moe.export(module, args or (), out, progress=progress, **options)

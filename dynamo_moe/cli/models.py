@@ -424,7 +424,7 @@ def export(
             model_steps.convert(console, module, args, conversion, strict, outcome)
             outcome.quantization = model_steps.quantize(console, module, rounding)
             outcome.exported = exported = model_steps.export(
-                console, module, args, target_file, options, mute=not (hf or debug)
+                console, module, args, target_file, options
             )
             if verify:
                 with named_finally(outcome, exported, target_file, out):

@@ -76,6 +76,9 @@ def capture(
         try:
             program = _checked_trace(model, example, trials, strict=True, gradients=gradients)
         except Exception:
+            graph = getattr(failure, "partial_fx_graph", None)
+            if graph is not None:
+                failure.add_note(f"What was traced until then:\n{graph}")
             raise failure from None
     if changed_windows(all_nodes(program)):
         with CallsNoted(Tensor.unfold) as unfolding:

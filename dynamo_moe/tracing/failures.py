@@ -101,7 +101,8 @@ def explain(error: BaseException) -> str:
         )
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
-        notes = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
+        lines = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+        notes = "; ".join(dict.fromkeys(lines))
         return (
             f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
             f"{notes and ', by '}{notes}. {_FIX_A_SIZE}"

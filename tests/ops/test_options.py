@@ -27,7 +27,7 @@ from custom_ops.options import (
     Option,
     Word,
     _option,
-    options_of,
+    _with_rows,
 )
 from custom_ops.weight_formats import plain_format
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, TENSORRT_ATTRIBUTES
@@ -44,6 +44,7 @@ OPERATORS = {
 }
 
 
+@_with_rows
 @dataclass(frozen=True)
 class MoreOptions(ExpertOptions):
     negated: bool = _option(
@@ -58,7 +59,7 @@ class MoreOptions(ExpertOptions):
     )
 
 
-MORE_OPTIONS = options_of(MoreOptions)
+MORE_OPTIONS = MoreOptions.rows
 
 
 @pytest.mark.parametrize("op", OPERATORS)
