@@ -226,29 +226,48 @@ _FORMATS: dict[str, tuple[Callable[..., dict[str, Tensor]], list[tuple[int, str]
 def _modelopt(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """NVIDIA's Model Optimizer's, of NVFP4 or of FP8 with a scale for each tensor."""
-    algorithm = config.get("quant_algo")
+    """NVIDIA's Model Optimizer's, by what lies beside a weight: NVFP4 alone has two scales.
+
+    ``MIXED_PRECISION`` names an algorithm for each layer. Those of :data:`_MODELOPT` are told apart
+    by the tensors, whose names other files of the checkpoint need not have.
+    """
     scaled = [name for name in tensors if name.endswith(".pre_quant_scale")]
     if scaled:
         raise ValueError(f"{scaled[0]}: scales of a layer's inputs are not taken")
-    if algorithm not in ("FP8", *_NVFP4):
-        names = ", ".join(_NVFP4)
-        raise ValueError(f"ModelOpt's quant_algo {algorithm!r} is not taken; FP8, {names} are")
-    fused, tensors = _fused(tensors, algorithm, dtype)
-    if algorithm == "FP8":
-        return fused | _with_scales(tensors, dtype)
+    algorithms = {"": config.get("quant_algo")}
+    if algorithms[""] == "MIXED_PRECISION":
+        layers = config.get("quantized_layers") or {}
+        # In config.json some have them one level deeper.
+        layers = layers.get("quantized_layers", layers)
+        algorithms = {f" of {name}": said.get("quant_algo") for name, said in layers.items()}
+    for layer, algorithm in algorithms.items():
+        if str(algorithm).upper() not in _MODELOPT:
+            names = ", ".join(_MODELOPT)
+            raise ValueError(
+                f"ModelOpt's quant_algo {algorithm!r}{layer} is not taken; {names} are"
+            )
+    fused, tensors = _fused(tensors, dtype)
 
-    def weight(prefix: str, values: Tensor, scales: Tensor, factor: Tensor) -> LazyTensor:
-        return _two_scales(f"{prefix}.weight", values, scales, factor, dtype)
+    def weight(prefix: str, values: Tensor, scales: Tensor, factor: Tensor | None) -> LazyTensor:
+        if factor is not None:
+            return _two_scales(f"{prefix}.weight", values, scales, factor, dtype)
+        if values.dtype == torch.uint8:
+            raise ValueError(f"{prefix}.weight has no {prefix}.weight_scale_2")
+        if scales.ndim == 4:  # [N / 128, 1, K / 128, 1]
+            scales = scales.squeeze(3).squeeze(1)
+        return _eight_bits(prefix, values, scales[:, None] if scales.ndim == 1 else scales, dtype)
 
-    return fused | _read(tensors, "weight", ("weight_scale", "weight_scale_2"), (), weight)
+    return fused | _read(tensors, "weight", ("weight_scale",), ("weight_scale_2",), weight)
 
 
-_NVFP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+_MODELOPT = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W8A16"),
+    *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"),
+)
 
 
 def _fused(
-    tensors: Mapping[str, Tensor], algorithm: str, dtype: torch.dtype | None
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the weights ``[E, K, N]`` of all experts that are in one, and the other tensors.
 
@@ -267,9 +286,9 @@ def _fused(
         beside = f"{prefix}_weight_scale_2"
         factor = tensors.get(beside)
         made = (
-            _fused_fp8(prefix, values, scales, dtype)
-            if algorithm == "FP8"
-            else _fused_nvfp4(prefix, values, scales, factor, dtype)
+            _fused_nvfp4(prefix, values, scales, factor, dtype)
+            if values.dtype == torch.uint8
+            else _fused_fp8(prefix, values, scales, dtype)
         )
         # The model's own parameter lies as (in, out).
         fused[prefix] = made.transpose(1, 2)

@@ -173,6 +173,8 @@ def gptq_decoded(stored: Stored) -> Tensor:
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
 FORMS = {
     "int8 words": of_compressed_tensors("pack-quantized", "int8", arguments(8, "int", GROUP)),
     "int8 groups": of_compressed_tensors("int-quantized", "int8", arguments(8, "int", GROUP)),
@@ -181,13 +183,13 @@ FORMS = {
     "mxfp4": of_compressed_tensors("mxfp4-pack-quantized", "mxfp4", arguments(4, "mxfp4", 32)),
     "ModelOpt nvfp4": Form(
         "nvfp4",
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        MODELOPT,
         modelopt_nvfp4,
         modelopt_nvfp4_decoded,
     ),
     "ModelOpt fp8": Form(
         "fp8",
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        MODELOPT | {"quant_algo": "FP8"},
         modelopt_fp8,
         lambda stored: stored["weight"].float() * stored["weight_scale"],
     ),
@@ -314,6 +316,55 @@ def test_modelopt_s_own_file(tmp_path: Path) -> None:
     assert [replacement.notes for replacement in report.replaced] == [notes] * 2
 
 
+@pytest.mark.parametrize("sizes", [(), (300,), (3, 1, 2, 1)])
+def test_modelopt_s_scales_of_fp8(sizes: tuple[int, ...]) -> None:
+    """One, one of each row, or one of each block of 128 x 128."""
+    weight = random_matrix(300, 256)
+    scales = torch.rand(sizes, generator=torch.Generator().manual_seed(1)) + 0.5
+    stored = {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": scales}
+    by_row = scales.expand(300) if scales.ndim < 2 else scales[:, 0].repeat_interleave(128, 0)[:300]
+    columns = by_row.reshape(300, -1)
+    expected = stored["weight"].float() * columns.repeat_interleave(256 // columns.shape[1], 1)
+    algorithm = {0: "FP8", 1: "FP8_PER_CHANNEL_PER_TOKEN", 4: "fp8_pb_wo"}[len(sizes)]
+    found = opened(stored, MODELOPT | {"quant_algo": algorithm})
+    torch.testing.assert_close(found.read(), expected, rtol=2e-7, atol=0)
+    assert packed_of(found)[0] == "fp8"
+
+
+@pytest.mark.parametrize("deeper", [False, True])
+def test_modelopt_s_mixed_precision(tmp_path: Path, deeper: bool) -> None:
+    """As NVIDIA's Nemotron 3 have it: experts in NVFP4, other matrices in FP8 or not at all."""
+    folder, path = tmp_path / "model", tmp_path / "model.onnx"
+    ARCHITECTURES["nemotron_h"].build(moe_intermediate_size=32).save_pretrained(folder)
+    stored: Stored = {}
+    layers: dict[str, dict[str, Any]] = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        layer = key.removesuffix(".weight")
+        if ".experts." in key:
+            parts, layers[layer] = modelopt_nvfp4(tensor), {"quant_algo": "W4A16_NVFP4"}
+        elif key.endswith(("_proj.weight", "lm_head.weight")):
+            parts, layers[layer] = modelopt_fp8(tensor), {"quant_algo": "FP8"}
+        else:
+            stored[key] = tensor
+            continue
+        stored |= {f"{layer}.{name}": part.contiguous() for name, part in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    said: dict[str, Any] = {"quantized_layers": layers} if deeper else layers
+    mixed = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": said}
+    set_quantization(folder, mixed)
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    assert [each.notes for each in report.replaced] == [("its experts stay packed (nvfp4)",)]
+    shapes = {"input_ids": {0: "batch", 1: "length"}}
+    exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
+    assert exported.operators == {"DroplessMoEPacked": 1}
+    check_file(path, folder)
+    layers["lm_head"]["quant_algo"] = "MXFP8"
+    set_quantization(folder, mixed)
+    with pytest.raises(ValueError, match="quant_algo 'MXFP8' of lm_head is not taken; FP8, FP8_"):
+        dynamo_moe.open_checkpoint(folder)
+
+
 # --- ModelOpt's stacks of experts ---
 
 
@@ -359,7 +410,6 @@ def fused_fp8_decoded(stored: Stored, name: str) -> Tensor:
     return stored[name].float() * stored[f"{name}_weight_scale"]
 
 
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 FUSED: dict[str, tuple[str, dict[str, Any], Callable[..., Stored], Callable[..., Tensor]]] = {
     "one factor": ("nvfp4", MODELOPT, fused_nvfp4, fused_nvfp4_decoded),
     "a factor of each": (
