@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from dynamo_moe.weights.gptq_and_awq import awq, check_option, codes_of, gptq, signed
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
 from dynamo_moe.weights.packed_tensors import decoded, is_decoding
+
+_Reader: TypeAlias = Callable[[Mapping[str, Tensor], torch.dtype | None, int], dict[str, Tensor]]
 
 
 def with_decoded(
@@ -50,23 +52,46 @@ def _compressed_tensors(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Those of https://github.com/vllm-project/compressed-tensors that :data:`_FORMATS` has."""
-    form = config.get("format")
-    if form not in _FORMATS:
-        names = ", ".join(_FORMATS)
-        raise ValueError(f"compressed-tensors format {form!r} is not taken; {names} are")
+    form = str(config.get("format"))
+    groups = config.get("config_groups") or {}
+    own_forms = {name: scheme.get("format") or form for name, scheme in groups.items()}
+    for each in (form, *own_forms.values()):
+        if each not in _FORMATS:
+            names = ", ".join(_FORMATS)
+            raise ValueError(f"compressed-tensors format {each!r} is not taken; {names} are")
     if config.get("transform_config"):
         raise ValueError("compressed-tensors' transform_config, of rotations, is not taken")
-    reader, taken = _FORMATS[form]
     sizes = set()
-    for name, scheme in (config.get("config_groups") or {}).items():
+    for name, scheme in groups.items():
+        taken = _FORMATS[own_forms[name]][1]
         weights = scheme.get("weights") or {}
         stored = weights.get("num_bits", taken[0][0]), weights.get("type", taken[0][1])
         if stored not in taken:
             raise ValueError(f"weights of {stored[0]} bits of {stored[1]!r} ({name}) are not taken")
-        sizes.add(stored[0])
+        if stored[1] == "int" and own_forms[name] in ("pack-quantized", "mixed-precision"):
+            sizes.add(stored[0])
     if len(sizes) > 1:
-        raise ValueError(f"weights of {' and '.join(map(str, sorted(sizes)))} bits are not taken")
-    return reader(tensors, dtype, *(sizes or {taken[0][0]}))
+        raise ValueError(f"words of {' and '.join(map(str, sorted(sizes)))} bits are not taken")
+    reader, _ = _FORMATS[form]
+    return reader(tensors, dtype, max(sizes, default=4))
+
+
+def _mixed(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, bits: int
+) -> dict[str, Tensor]:
+    """Weights of several formats, each told by its tensors; ``bits`` are those of words."""
+    parts: dict[_Reader, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix, _, _ = name.rpartition(".")
+        packed = tensors.get(f"{prefix}.weight_packed")
+        reader: _Reader = _with_scales
+        if f"{prefix}.weight_global_scale" in tensors:
+            reader = _nvfp4
+        elif packed is not None:
+            reader = _pack_quantized if packed.dtype == torch.int32 else _mxfp4_packed
+        parts.setdefault(reader, {})[name] = tensor
+    read = (reader(part, dtype, bits) for reader, part in parts.items())
+    return {name: tensor for tensors in read for name, tensor in tensors.items()}
 
 
 def _pack_quantized(
@@ -213,13 +238,14 @@ def _float4(name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None
 
 
 # A format's reader, and the bits and types of weights that it takes.
-_FORMATS: dict[str, tuple[Callable[..., dict[str, Tensor]], list[tuple[int, str]]]] = {
+_FORMATS: dict[str, tuple[_Reader, list[tuple[int, str]]]] = {
     "pack-quantized": (_pack_quantized, [(4, "int"), (8, "int")]),
     "float-quantized": (_with_scales, [(8, "float")]),
     "int-quantized": (_with_scales, [(8, "int")]),
     "naive-quantized": (_with_scales, [(8, "float"), (8, "int")]),
     "nvfp4-pack-quantized": (_nvfp4, [(4, "float")]),
     "mxfp4-pack-quantized": (_mxfp4_packed, [(4, "float")]),
+    "mixed-precision": (_mixed, [(4, "int"), (8, "int"), (4, "float"), (8, "float")]),
 }
 
 

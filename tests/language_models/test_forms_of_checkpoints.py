@@ -22,6 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import dynamo_moe
 from custom_ops.packed_weights import ENCODINGS
+from dynamo_moe.weights.checkpoints import open_tensors
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.packed_tensors import packed_weight
 from dynamo_moe.weights.quantized_checkpoints import with_decoded
@@ -331,8 +332,7 @@ def test_modelopt_s_scales_of_fp8(sizes: tuple[int, ...]) -> None:
     assert packed_of(found)[0] == "fp8"
 
 
-@pytest.mark.parametrize("deeper", [False, True])
-def test_modelopt_s_mixed_precision(tmp_path: Path, deeper: bool) -> None:
+def test_modelopt_s_mixed_precision(tmp_path: Path) -> None:
     """As NVIDIA's Nemotron 3 have it: experts in NVFP4, other matrices in FP8 or not at all."""
     folder, path = tmp_path / "model", tmp_path / "model.onnx"
     ARCHITECTURES["nemotron_h"].build(moe_intermediate_size=32).save_pretrained(folder)
@@ -349,8 +349,7 @@ def test_modelopt_s_mixed_precision(tmp_path: Path, deeper: bool) -> None:
             continue
         stored |= {f"{layer}.{name}": part.contiguous() for name, part in parts.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    said: dict[str, Any] = {"quantized_layers": layers} if deeper else layers
-    mixed = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": said}
+    mixed = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     set_quantization(folder, mixed)
     model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
     report = dynamo_moe.convert(model)
@@ -360,8 +359,54 @@ def test_modelopt_s_mixed_precision(tmp_path: Path, deeper: bool) -> None:
     assert exported.operators == {"DroplessMoEPacked": 1}
     check_file(path, folder)
     layers["lm_head"]["quant_algo"] = "MXFP8"
-    set_quantization(folder, mixed)
+    set_quantization(folder, mixed | {"quantized_layers": {"quantized_layers": layers}})
     with pytest.raises(ValueError, match="quant_algo 'MXFP8' of lm_head is not taken; FP8, FP8_"):
+        dynamo_moe.open_checkpoint(folder)
+
+
+MIXED = {
+    "experts": of_compressed_tensors("pack-quantized", "int4", arguments(4, "int", GROUP)),
+    "q_proj": FORMS["nvfp4"],
+    "k_proj": FORMS["mxfp4"],
+    "v_proj": FORMS["int8 groups"],
+    "o_proj": of_compressed_tensors("float-quantized", "fp8", arguments(8, "float", None)),
+}
+
+
+def test_compressed_tensors_mixed_precision(tmp_path: Path) -> None:
+    """Each group of layers has a format of its own."""
+    folder, path = tmp_path / "model", tmp_path / "model.onnx"
+    language_model("qwen3_moe").save_pretrained(folder)
+    judged: Stored = {}
+    stored: Stored = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        part = next((part for part in MIXED if f".{part}." in key), None)
+        parts = {"weight": tensor} if part is None else MIXED[part].store(tensor.float())
+        judged[key] = tensor if part is None else MIXED[part].judge(parts)
+        prefix = key.removesuffix("weight")
+        stored |= {prefix + name: each.contiguous() for name, each in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    groups = {
+        part: form.config["config_groups"]["group_0"]
+        | {"targets": [f"re:.*{part}.*"], "format": form.config["format"]}
+        for part, form in MIXED.items()
+    }
+    mixed = FORMS["nvfp4"].config | {"format": "mixed-precision", "config_groups": groups}
+    set_quantization(folder, mixed)
+    tensors = with_decoded(open_tensors(folder), mixed, torch.float32)
+    for name, expected in judged.items():
+        found: Any = tensors[name]
+        torch.testing.assert_close(found.read(), expected.float(), rtol=2**-7, atol=0)
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    notes = ("its experts stay packed (int4)",)
+    assert [replacement.notes for replacement in report.replaced] == [notes] * 2
+    shapes = {"input_ids": {0: "batch", 1: "length"}}
+    dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
+    check_file(path, folder)
+    groups["q_proj"]["format"] = "mxfp8-quantized"
+    set_quantization(folder, mixed)
+    with pytest.raises(ValueError, match="format 'mxfp8-quantized' is not taken"):
         dynamo_moe.open_checkpoint(folder)
 
 
@@ -500,7 +545,7 @@ REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [
     ("int8 rows", {"weight_zero_point": torch.ones(48, 1)}, {}, "8 bits have no zero points"),
     ("ModelOpt nvfp4", {"pre_quant_scale": torch.ones(128)}, {}, "a.pre_quant_scale: scales of a"),
     ("ModelOpt nvfp4", {}, {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not taken"),
-    ("nvfp4", {}, {"format": "mixed-precision"}, "format 'mixed-precision' is not taken"),
+    ("nvfp4", {}, {"format": "mxfp8-quantized"}, "format 'mxfp8-quantized' is not taken"),
     ("GPTQ int8", {}, {"bits": 3}, "gptq with bits=3 is not taken"),
 ]
 
