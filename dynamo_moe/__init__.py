@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from dynamo_moe.conversion.upcycling import UpcyclingReport, upcycle
     from dynamo_moe.drawing.picture import draw, draw_comparison
     from dynamo_moe.export_report import ExportReport
-    from dynamo_moe.exporting import ExportError, export
+    from dynamo_moe.exporting import export
     from dynamo_moe.files.offloading import OffloadReport, offload_file
     from dynamo_moe.generation import generate
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
+    from dynamo_moe.model_graph import ExportError
     from dynamo_moe.moe_nodes.translation import onnx_translation_table
     from dynamo_moe.offloading import offload
     from dynamo_moe.operators.functions import FunctionOp, op_from_function
@@ -115,7 +116,7 @@ _HOME = {
     "load_infmoe": "conversion.infmoe",
     "export": "exporting",
     "export_language_model": "language_models",
-    "ExportError": "exporting",
+    "ExportError": "model_graph",
     "ExportReport": "export_report",
     "onnx_translation_table": "moe_nodes.translation",
     "generate": "generation",

@@ -10,66 +10,53 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import onnx.defs
 import onnx_ir as ir
 import torch
 from rich.console import Console
-from torch.export import ExportedProgram
 
 from dynamo_moe import local_experts, pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
-from dynamo_moe.evaluation import check_model, evaluating, unwrapped
+from dynamo_moe.evaluation import check_model, unwrapped
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import file_form, inputs, metadata, model_files, rank_files
-from dynamo_moe.files.copies import Copies, Copy, with_copies
+from dynamo_moe.files.copies import Copy, with_copies
 from dynamo_moe.files.rank_files import rank_path
 from dynamo_moe.graph import dequantized_weights, lowering
-from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.fusion import FIRST_OPSET
-from dynamo_moe.graph.instantiate import Units
-from dynamo_moe.graph.pipeline import Form, give_form
+from dynamo_moe.model_graph import (
+    Arguments,
+    ExportError,
+    ExportForm,
+    Graph,
+    RepeatedBlocks,
+    Trace,
+    check_graph,
+    graph_of,
+    graph_of_trace,
+    layout_of,
+    rename,
+)
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
-from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import chosen_target
-from dynamo_moe.private import exporter, tracer
+from dynamo_moe.private import exporter
 from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.sharding import Plan, check_plan, sharded
-from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.autocast import autocast_inside
-from dynamo_moe.tracing.capture import capture, without_constants
 from dynamo_moe.tracing.dynamic_shapes import (
     BATCH,
-    DynamicExample,
     DynamicShapes,
-    name_dimensions,
     resolve,
 )
-from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError
-from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
-from dynamo_moe.tracing.nodes import NeedsRetraceError
-from dynamo_moe.tracing.shared_trace import SharedTrace
-from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
 MIN_OPSET = 18
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a model."""
-
-RepeatedBlocks = Literal["auto", "off"]
-"""What becomes of blocks that repeat."""
-
-_NOT_REPEATABLE = (
-    "the model counts its calls where that cannot be undone, such as in an iterator, and computes "
-    "something else by now: make it anew and export it with repeated_blocks='off'"
-)
 
 
 def export(
@@ -227,7 +214,7 @@ def export(
     remaining = unconverted.unconverted_modules(model)
     with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
-        form = _Form(
+        form = ExportForm(
             lowered_for,
             body,
             opset,
@@ -244,7 +231,7 @@ def export(
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
 
             def write(
-                form: _Form, file: Path, arguments: _Arguments, known: _Trace | None = None
+                form: ExportForm, file: Path, arguments: Arguments, known: Trace | None = None
             ) -> _Written:
                 return _write(model, arguments, dynamic_shapes, form, file, external_data, known)
 
@@ -287,25 +274,6 @@ def export(
 # --- The steps of an export ---
 
 
-class _Form(NamedTuple):
-    """The form of the graph: arguments of :func:`export`."""
-
-    target: Target
-    body: BodyName
-    opset: int | None
-    input_names: Sequence[str] | None
-    output_names: Sequence[str] | None
-    link_weights: bool
-    layers_as_functions: bool
-    repeated_blocks: RepeatedBlocks
-    fuse: bool
-    shared_cache: bool
-    metadata_props: Mapping[str, str]
-    of_ranks: str = ""
-    """A number that the files of all ranks share."""
-    split_axes: Mapping[str, int] = MappingProxyType({})
-
-
 class _Written(NamedTuple):
     """Facts that the report needs of a graph that is in its files."""
 
@@ -313,7 +281,7 @@ class _Written(NamedTuple):
     layers: list[metadata.Layer]
     operators: Counter[str]
     parameters_bytes: int
-    trace: _Trace
+    trace: Trace
     notes: list[str]
 
 
@@ -336,7 +304,7 @@ def _check_split(
         raise ValueError(f"split_axes has {sorted(unknown)}, which no input or output is called")
 
 
-def _share_of_example(arguments: _Arguments, form: _Form, rank: int, ranks: int) -> _Arguments:
+def _share_of_example(arguments: Arguments, form: ExportForm, rank: int, ranks: int) -> Arguments:
     """Returns a rank's share of the example's tensors."""
     names = iter(form.input_names or ())
 
@@ -353,15 +321,15 @@ def _share_of_example(arguments: _Arguments, form: _Form, rank: int, ranks: int)
             )
         return tensor.narrow(axis, rank * size, size)
 
-    shared: _Arguments = pytree.tree_map_only(torch.Tensor, share, arguments)
+    shared: Arguments = pytree.tree_map_only(torch.Tensor, share, arguments)
     return shared
 
 
 def _write_ranks(
-    write: Callable[[_Form, Path, _Arguments, _Trace | None], _Written],
+    write: Callable[[ExportForm, Path, Arguments, Trace | None], _Written],
     model: torch.nn.Module,
-    arguments: _Arguments,
-    form: _Form,
+    arguments: Arguments,
+    form: ExportForm,
     path: Path,
     split: tuple[int, Plan],
 ) -> list[_Written]:
@@ -378,8 +346,8 @@ def _write_ranks(
         for rank in range(ranks):
             part = path.with_name(f".{rank_path(path, rank).name}")
             with sharded(model, rank, ranks, plan):
-                if layout != _layout(model):
-                    layout, trace = _layout(model), None
+                if layout != layout_of(model):
+                    layout, trace = layout_of(model), None
                 share = _share_of_example(arguments, form, rank, ranks)
                 written.append(write(form, part, share, trace))
                 trace = written[-1].trace
@@ -395,22 +363,22 @@ def _write_ranks(
 
 def _write(
     model: torch.nn.Module,
-    arguments: _Arguments,
+    arguments: Arguments,
     dynamic_shapes: DynamicShapes,
-    form: _Form,
+    form: ExportForm,
     path: Path,
     external_data: bool | None,
-    known: _Trace | None = None,
+    known: Trace | None = None,
 ) -> _Written:
     """Writes a file of a model; a trace may be known that was made with weights of its layout."""
     with _exporting(), autocast_inside(model):
         _check_values(model)
         if known is None:
-            graph = _graph(model, arguments, resolve(model, *arguments, dynamic_shapes), form)
+            graph = graph_of(model, arguments, resolve(model, *arguments, dynamic_shapes), form)
         else:
-            graph = _graph_of_trace(model, known, form)
+            graph = graph_of_trace(model, known, form)
         model_ir, layers, trace = graph.model, graph.layers, graph.trace
-        _rename("output_names", model_ir.graph.outputs, form.output_names)
+        rename("output_names", model_ir.graph.outputs, form.output_names)
         model_ir.metadata_props.update(form.metadata_props)
         metadata.store(model_ir, layers)
         rank_files.store(model_ir, model, form.of_ranks, form.split_axes)
@@ -427,167 +395,6 @@ def _write(
     notes += [*dequantized_weights.notes(model_ir), *trace.notes]
     size = model_files.model_bytes(model_ir)
     return _Written(files, layers, _operators(graph), size, trace, notes)
-
-
-class _Trace(NamedTuple):
-    """A model as it was traced and translated, and what a user should know of how it was done."""
-
-    model: ir.Model  # without weights, where it is for several ranks
-    sharing: SharedTrace | None
-    notes: list[str]
-    sizes: set[int]  # that its decisions name
-    blocks: list[str]
-
-
-class _Graph(NamedTuple):
-    """A graph as it is written, and its MoE layers."""
-
-    model: ir.Model
-    copies: Copies  # of its nodes, which the file has beside them
-    layers: list[metadata.Layer]
-    trace: _Trace
-
-
-def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def _layout(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns what a trace knows of a model's tensors: all but their values."""
-    return {
-        name: (tensor.shape, tensor.stride(), tensor.dtype)
-        for name, tensor in _named_tensors(model).items()
-    }
-
-
-def _graph(
-    model: torch.nn.Module, arguments: _Arguments, example: DynamicExample, form: _Form
-) -> _Graph:
-    """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
-    with evaluating(model):
-        reason = ""
-        if form.repeated_blocks == "auto" and tracer.missing() is None:
-            try:
-                return _shared_graph(model, arguments, example, form)
-            except NotSharedError as error:
-                reason = f"traced one by one: {error}"
-        with placeholders.placeholders(model) as lazies:
-            trace = _traced(model, arguments, example, form, lazies)
-            trace.blocks.extend([reason] if reason else [])
-            return _formed(model, trace, form, lazies)
-
-
-def _graph_of_trace(model: torch.nn.Module, trace: _Trace, form: _Form) -> _Graph:
-    """Returns the optimised graph of a model, of a trace that was made with other weights."""
-    with evaluating(model), placeholders.placeholders(model) as lazies:
-        return _formed(model, trace, form, lazies)
-
-
-def _shared_graph(
-    model: torch.nn.Module, arguments: _Arguments, example: DynamicExample, form: _Form
-) -> _Graph:
-    """Returns the graph of a model whose equal blocks are passed over, if it has any.
-
-    Raises:
-        NotSharedError: If they have to be traced one by one.
-    """
-    with placeholders.placeholders(model) as lazies:
-        equal = EqualBlocks(model, example)
-        sharing = SharedTrace(equal) if equal.runs else None
-        try:
-            with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
-                trace = _traced(model, arguments, example, form, lazies, sharing)
-                graph = _formed(model, trace, form, lazies)
-        except (ExportError, NotSharedError) as error:
-            if sharing is None:
-                raise
-            if not equal.is_repeatable():
-                raise ExportError(_NOT_REPEATABLE) from error
-            failed = "" if isinstance(error, NotSharedError) else "the model fails without some: "
-            headline = str(error).partition("\n")[0]
-            raise NotSharedError(f"{failed}{headline}") from error
-    trace.blocks.extend(equal.report())
-    return graph
-
-
-def _traced(
-    model: torch.nn.Module,
-    arguments: _Arguments,
-    example: DynamicExample,
-    form: _Form,
-    lazies: placeholders.Lazies,
-    sharing: SharedTrace | None = None,
-) -> _Trace:
-    trials = SizeTrials(model, example, has_values=lazies.are_in_memory, prepare=lazies.fill)
-    program = captured(
-        model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
-    )
-    constants = without_constants(program)
-    if not program.graph_signature.user_outputs:
-        raise ExportError(f"the model returns no tensor, but {', '.join(map(repr, constants))}")
-    needed = dequantized_weights.opset_of(lazies)
-    opset = form.opset or max(needed, form.target.opset)
-    traced, fallback = translated(program, example, trials, opset, retraces=sharing is None)
-    placeholders.attach(traced, lazies)
-    if form.of_ranks:
-        placeholders.detach(traced, _named_tensors(model))
-    notes = [*([fallback] if fallback else []), *trials.notes]
-    if constants:
-        notes.append(
-            f"results that are no tensors are not in the file: {', '.join(map(repr, constants))}"
-        )
-    if form.layers_as_functions and not (sharing is not None and sharing.units):
-        notes.append("no blocks were found that could be calls of one function")
-    return _Trace(traced, sharing, notes, trials.sizes, [])
-
-
-def _formed(
-    model: torch.nn.Module, trace: _Trace, form: _Form, lazies: placeholders.Lazies
-) -> _Graph:
-    """Gives a model's graph the form of its target; of a trace for several ranks, a copy of it."""
-    graph = trace.model
-    if form.of_ranks:
-        graph = graph.clone()
-        placeholders.attach_named(graph, _named_tensors(model), lazies)
-    units = _units(graph, trace.sharing, lazies) if trace.sharing is not None else []
-    _rename("input_names", graph.graph.inputs, form.input_names)
-    graph_form = Form(
-        form.target,
-        form.body,
-        form.link_weights,
-        form.layers_as_functions,
-        form.fuse,
-        form.shared_cache,
-    )
-    layers, copies = give_form(graph, graph_form, units)
-    return _Graph(graph, copies, layers, trace)
-
-
-def _units(traced: ir.Model, sharing: SharedTrace, lazies: placeholders.Lazies) -> list[Units]:
-    """Returns the units of equal blocks; the values that they end with are outputs no longer."""
-    outputs = traced.graph.outputs
-    inputs = {str(value.name): value for value in traced.graph.inputs}
-    count = sum(len(ends) for units in sharing.units for ends in units.ends)
-    ends = reversed([str(outputs.pop().name) for _ in range(count)])
-    results = dict(zip(sharing.positions, (str(output.name) for output in outputs), strict=True))
-    return [
-        Units(
-            kinds=units.run.kinds,
-            paths=[units.run.unit_paths(unit) for unit in range(units.run.units)],
-            tensors=[
-                {name: lazies.get(x.data_ptr(), x) for name, x in tensors.items()}
-                for tensors in map(units.run.unit_tensors, range(units.run.units))
-            ],
-            ends=[[next(ends) for _ in nodes] for nodes in units.ends],
-            inputs=[[inputs[name] for name in names] for names in units.inputs],
-            kept=[[results[number] for number in unit] for unit in units.run.results[:TRACED]],
-            positions=units.run.results,
-        )
-        for units in sharing.units
-    ]
 
 
 def progressing(
@@ -632,106 +439,16 @@ def _check_values(model: torch.nn.Module) -> None:
         )
 
 
-def captured(
-    model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    example: DynamicExample,
-    trials: SizeTrials,
-    *,
-    runs: bool = True,
-    gradients: bool = False,
-    sharing: SharedTrace | None = None,
-) -> ExportedProgram:
-    """Traces a model; one that ``runs``, because it has its weights, is run to explain a failure.
-
-    Whether it will be given ``gradients`` decides what becomes of LSTMs and GRUs. With ``sharing``,
-    equal blocks are passed over.
-
-    Raises:
-        ExportError: If it cannot be traced.
-    """
-    try:
-        return capture(model, example, trials, gradients=gradients, sharing=sharing)
-    except NotSharedError:
-        raise
-    except Exception as error:  # The model's own code runs.
-        failure = failures.model_failure(model, *arguments, error) if runs else None
-        if failure is not None:
-            raise ExportError(
-                failures.explain_model_failure(failure, failures.described(model, *arguments))
-            ) from failure
-        raise ExportError(failures.explain(error)) from error
-
-
-def translated(
-    program: ExportedProgram,
-    example: DynamicExample,
-    trials: SizeTrials,
-    opset: int,
-    *,
-    retraces: bool = True,
-) -> tuple[ir.Model, str | None]:
-    """Returns a program's graph, its MoE layers as bare nodes, and a note on who translated it.
-
-    A program with gradients cannot be traced again, where that is needed.
-
-    Raises:
-        ExportError: If an operator has no translation, or one that is right at one size only.
-    """
-    try:
-        traced, note = translate(program, opset, trials, retraces=retraces)
-    except (FixedSizeError, NeedsRetraceError, torch.onnx.OnnxExporterError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # The exporter's own errors are pages long.
-            cause = cause.__cause__
-        raise ExportError(failures.explain(cause)) from error
-    # The exporter keeps its own opset where onnx cannot convert to the one asked for.
-    if traced.opset_imports[""] != opset:
-        raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
-    name_dimensions(traced, example.labels)
-    return traced, note
-
-
-def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
-    if names is None:
-        return
-    if len(names) != len(values) or len(set(names)) != len(names):
-        raise ValueError(f"{argument} must be {len(values)} different names, got {list(names)}")
-    for value, name in zip(values, names, strict=True):
-        value.name = name
-
-
-def check_graph(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
-    """Checks what is about to be written, and returns it without its weights.
-
-    Raises:
-        ExportError: If it is not valid ONNX.
-    """
-    try:
-        return check(model, copies)
-    except InvalidGraphError as error:
-        raise ExportError(
-            f"the graph is not valid ONNX, and no file is written: {error}"
-        ) from error
-
-
 def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
     """Whether a layer comes from a module; one in a branch of control flow may come from any."""
     prefix = f"{module}." if module else ""
     return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
 
 
-def _operators(graph: _Graph) -> Counter[str]:
+def _operators(graph: Graph) -> Counter[str]:
     return Counter(map(qualified, with_copies(graph.model.graph, graph.copies)))
 
 
 def qualified(node: ir.Node | Copy) -> str:
     """Returns a node's operator, with its domain where it has one."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-
-
-class ExportError(RuntimeError):
-    """The model cannot become a file that computes the same.
-
-    The message names the model's MoE modules that :func:`convert` has not replaced, if any.
-    """

@@ -28,10 +28,10 @@ import dynamo_moe.tracing.gradients  # noqa: F401  Registers decompositions.
 from dynamo_moe import exporting, local_experts, packed_experts
 from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model
-from dynamo_moe.exporting import ExportError
 from dynamo_moe.files import model_files
 from dynamo_moe.graph.pipeline import AddBodies, Findings, NameNodesByModule, Simplify
 from dynamo_moe.json_values import json_values
+from dynamo_moe.model_graph import ExportError, captured, check_graph, translated
 from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
 from dynamo_moe.moe_nodes.targets.record import DEFAULT_OPSET
 from dynamo_moe.private import gradients
@@ -123,15 +123,15 @@ def export_training(
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
             trials = SizeTrials(together, example)
             values: tuple[Any, dict[str, Any]] = (*args, *labels), {}
-            program = exporting.captured(together, values, example, trials, gradients=True)
+            program = captured(together, values, example, trials, gradients=True)
             results = _results(program)
             _refuse_random(program)
             state = _state(together)
             trained = _trained(together, example)
             joint, outputs = _with_gradients(program, results, trained, state)
-            graph, note = exporting.translated(joint, example, trials, opset, retraces=False)
+            graph, note = translated(joint, example, trials, opset, retraces=False)
             _optimize(graph, outputs, state, parameters)
-            checked = exporting.check_graph(graph)
+            checked = check_graph(graph)
             files = model_files.save_model(graph, path, external_data, checked)
     warning = unconverted.training_warning(model)
     if warning:

@@ -103,7 +103,7 @@ class Case:
             },
         }
         options |= families.get(self.family, {})
-        return causal_lm(
+        model = causal_lm(
             self.family,
             vocab_size=VOCABULARY,
             hidden_size=self.width,
@@ -114,6 +114,11 @@ class Case:
             max_position_embeddings=1024,
             **options,
         )
+        # A new model's are zero, which the builder leaves out; a trained one's are not.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.normal_(std=0.02)
+        return model
 
 
 CASES = tuple(

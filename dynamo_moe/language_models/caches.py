@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from dynamo_moe.evaluation import evaluating
-from dynamo_moe.exporting import ExportError
 from dynamo_moe.files.cache_entries import PAST, CacheEntry, Update
+from dynamo_moe.model_graph import ExportError
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import failures

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from dynamo_moe import pytree
 from dynamo_moe.evaluation import evaluating
-from dynamo_moe.exporting import ExportError
 from dynamo_moe.files.model_parts import GRID, ModelPart, PartName, grid_positions
+from dynamo_moe.model_graph import ExportError
 from dynamo_moe.private import transformers as private
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.restoring import state_kept

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dynamo_moe
-from dynamo_moe import exporting
+from dynamo_moe import model_graph
 from dynamo_moe.files.copies import Copy
 from dynamo_moe.graph import checking
 from small_models import mlp_model
@@ -20,14 +20,14 @@ from small_models import mlp_model
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Lets a function change the graph as the last step of its optimization."""
-    optimize = exporting.give_form
+    optimize = model_graph.give_form
 
     def spoiled(model: ir.Model, *options):
         layers = optimize(model, *options)
         change(model)
         return layers
 
-    monkeypatch.setattr(exporting, "give_form", spoiled)
+    monkeypatch.setattr(model_graph, "give_form", spoiled)
 
 
 def gemm(model: ir.Model) -> ir.Node:

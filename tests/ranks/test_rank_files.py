@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import dynamo_moe
-from dynamo_moe import exporting
+from dynamo_moe import exporting, model_graph
 from dynamo_moe.cli import app
 from dynamo_moe.files.rank_files import KEY, files_of_ranks, record_of
 from dynamo_moe.verification.ranks import parts_of
@@ -307,9 +307,9 @@ def test_a_ranks_file_is_that_of_its_own_trace(
     """Ranks whose tensors have one layout share a trace."""
     monkeypatch.setattr("uuid.uuid4", lambda: uuid.UUID(int=1))
     traced = []
-    trace = exporting._traced
+    trace = model_graph._traced
     monkeypatch.setattr(
-        "dynamo_moe.exporting._traced", lambda *args: traced.append(args) or trace(*args)
+        "dynamo_moe.model_graph._traced", lambda *args: traced.append(args) or trace(*args)
     )
     torch.manual_seed(0)
     write(tmp_path / "m.onnx", target)
@@ -317,7 +317,7 @@ def test_a_ranks_file_is_that_of_its_own_trace(
     # One for each number of experts.
     assert len(traced) <= 2
     traced.clear()
-    monkeypatch.setattr("dynamo_moe.exporting._layout", lambda model: object())
+    monkeypatch.setattr("dynamo_moe.exporting.layout_of", lambda model: object())
     torch.manual_seed(0)
     write(tmp_path / "m.onnx", target)
     assert len(traced) == len([*tmp_path.glob("*.onnx")])
