@@ -38,7 +38,8 @@ def gptq(
         codes = partial(_codes_by_row, name=prefix, bits=bits, added=one)
         zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
         order = tensors.get(f"{prefix}.g_idx")
-        if config.get("desc_act"):
+        # Columns of one group have no order: with a group_size of -1, desc_act says nothing.
+        if config.get("desc_act") and groups > 1:
             if order is None:
                 raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
             to = dtype or scales.dtype

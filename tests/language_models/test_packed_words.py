@@ -41,13 +41,15 @@ def words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> Tensor
     return torch.from_numpy(packed.view(np.int32).copy())
 
 
-def parts(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> dict[str, np.ndarray]:
+def parts(
+    seed: int, rows: int = ROWS, columns: int = COLUMNS, group: int = GROUP
+) -> dict[str, np.ndarray]:
     """Returns codes ``[N, K]``, zero points and scales ``[N, K / G]``, and what they stand for."""
     random = np.random.default_rng(seed)
-    groups = (rows, columns // GROUP)
+    groups = (rows, columns // group)
     codes, zeros = random.integers(0, 16, (rows, columns)), random.integers(1, 16, groups)
     scales = (random.random(groups) * 0.02 + 0.01).astype(np.float16)
-    weight = (codes - zeros.repeat(GROUP, 1)) * scales.astype(np.float64).repeat(GROUP, 1)
+    weight = (codes - zeros.repeat(group, 1)) * scales.astype(np.float64).repeat(group, 1)
     return {"codes": codes, "zeros": zeros, "scales": scales, "weight": weight}
 
 
@@ -56,7 +58,9 @@ def stored_gptq(part: dict[str, np.ndarray], *, less: int = 1) -> dict[str, Tens
         "qweight": words(part["codes"]).t().contiguous(),
         "qzeros": words(part["zeros"].T - less),
         "scales": torch.from_numpy(part["scales"]).t().contiguous(),
-        "g_idx": (torch.arange(part["codes"].shape[1]) // GROUP).int(),
+        "g_idx": torch.arange(part["scales"].shape[1])
+        .repeat_interleave(part["codes"].shape[1] // part["scales"].shape[1])
+        .int(),
     }
 
 
@@ -81,10 +85,16 @@ def packed_of(weight: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "less"), [(GPTQ, 1), (GPTQ | {"checkpoint_format": "gptq_v2"}, 0)]
+    ("config", "less"),
+    [
+        (GPTQ, 1),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, 0),
+        # Columns in the order of their activations, all of one group.
+        (GPTQ | {"desc_act": True, "group_size": -1}, 1),
+    ],
 )
 def test_gptq(config: dict[str, Any], less: int) -> None:
-    part = parts(0)
+    part = parts(0, group=COLUMNS if config["group_size"] < 0 else GROUP)
     weight = opened(stored_gptq(part, less=less), config)
     assert torch.equal(weight.read(), torch.from_numpy(part["weight"]).float())
     kind, packed = packed_of(weight)
