@@ -1,11 +1,11 @@
-"""GPTQ's and AWQ's checkpoints, whose weights are words of codes, as tensors that decode.
+"""Checkpoints of GPTQ, AWQ and AutoRound: words of codes, as tensors that decode.
 
 Legend: N rows (out), K columns (in) of a matrix, G groups of columns, R words, W codes of a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,37 +28,75 @@ def check_option(config: Mapping[str, Any], name: str, taken: tuple[Any, ...]) -
 def gptq(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """GPTQ's and GPTQModel's: ``qweight`` ``[K / W, N]``, zero points less one but in its v2."""
-    check_option(config, "bits", (4, 8))
-    one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
-    bits: int = config["bits"]
+    """GPTQ's and GPTQModel's: ``qweight`` ``[K / W, N]``, zero points less one but in its v2.
 
-    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
+    Layers may have bits and groups of their own, by the ``dynamic`` of a configuration.
+    """
+    settings = [config, *({**config, **own} for own in (config.get("dynamic") or {}).values())]
+    for setting in settings:
+        check_option(setting, "bits", (4, 8))
+    one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    symmetric = all(setting.get("sym", False) for setting in settings)
+    by_activation = any(setting.get("desc_act") for setting in settings)
+
+    def weight(
+        prefix: str, bits: int, qweight: Tensor, qzeros: Tensor, scales: Tensor
+    ) -> LazyTensor:
         rows, columns, groups = qweight.shape[1], qweight.shape[0] * 32 // bits, scales.shape[0]
         codes = partial(_codes_by_row, name=prefix, bits=bits, added=one)
         zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
         order = tensors.get(f"{prefix}.g_idx")
         # Columns of one group have no order: with a group_size of -1, desc_act says nothing.
-        if config.get("desc_act") and groups > 1:
+        if by_activation and groups > 1:
             if order is None:
                 raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
             to = dtype or scales.dtype
             parts = (qweight, zero_points, scales, order)
             return computed(_Regrouping(to, bits), parts, (rows, columns), to)
+        words = (qweight, zero_points, *([] if order is None else [order]))
         if bits == 8:
             pack = partial(_signed_by_column, name=prefix)
-            words = (qweight, zero_points, *([] if order is None else [order]))
             values = computed(pack, words, (rows, columns), torch.int8)
             packed = PackedWeight(values, scales.t())
             return decoded("int8", packed, (rows, columns), dtype or scales.dtype)
-        symmetric = config.get("sym", False)
-        words = (qweight, zero_points, *([] if order is None else [order]))
         pack = partial(_packed_by_column, name=prefix, symmetric=symmetric)
         values = computed(pack, words, (rows, columns // 2), torch.int8)
         packed = PackedWeight(values, scales.t(), None if symmetric else zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
-    return _by_words(tensors, weight, config, depth=32 // bits)
+    return _by_words(tensors, weight, map(_sizes, settings), in_columns=True)
+
+
+def auto_round(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """AutoRound's, whose integers are packed as GPTQ's or AWQ's.
+
+    Zero points are less one in ``auto_gptq`` alone. ``extra_config`` has what differs by layers,
+    those of 16 bits among them.
+    """
+    check_option(config, "data_type", ("int", None))
+    check_option(config, "act_bits", (16, None))
+    check_option(config, "packing_format", tuple(_AUTO_ROUND_VERSIONS))
+    version = _AUTO_ROUND_VERSIONS[config["packing_format"]]
+    if version is None:
+        return awq(tensors, config, dtype)
+    layers: Mapping[str, Any] = config.get("extra_config") or {}
+    own = {
+        layer: {name: value for name, value in said.items() if value is not None}
+        for layer, said in layers.items()
+        if (said.get("bits") or 0) < 16
+    }
+    return gptq(tensors, {**config, "checkpoint_format": version, "dynamic": own}, dtype)
+
+
+_AUTO_ROUND_VERSIONS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:exllamav2": "gptq_v2",
+    "auto_round": "gptq_v2",
+    "auto_round:auto_awq": None,
+}
 
 
 def awq(
@@ -68,34 +106,41 @@ def awq(
     check_option(config, "bits", (4,))
     check_option(config, "version", ("gemm", None))
 
-    def weight(prefix: str, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> LazyTensor:
+    def weight(
+        prefix: str, bits: int, qweight: Tensor, qzeros: Tensor, scales: Tensor
+    ) -> LazyTensor:
         rows, columns, groups = scales.shape[1], qweight.shape[0], scales.shape[0]
-        codes = partial(_codes_by_row, name=prefix, bits=4, order=_AWQ_ORDER)
+        codes = partial(_codes_by_row, name=prefix, bits=bits, order=_AWQ_ORDER)
         zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
         values = computed(_packed_by_row, (qweight,), (rows, columns // 2), torch.int8)
         packed = PackedWeight(values, scales.t(), zero_points)
         return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
 
-    return _by_words(tensors, weight, config, depth=1)
+    return _by_words(tensors, weight, [_sizes(config)], in_columns=False)
+
+
+def _sizes(setting: Mapping[str, Any]) -> tuple[int, int]:
+    return setting["bits"], setting.get("group_size", -1)
 
 
 def _by_words(
     tensors: Mapping[str, Tensor],
-    weight: Callable[[str, Tensor, Tensor, Tensor], LazyTensor],
-    config: Mapping[str, Any],
-    depth: int,
+    weight: Callable[[str, int, Tensor, Tensor, Tensor], LazyTensor],
+    sizes: Iterable[tuple[int, int]],
+    *,
+    in_columns: bool,
 ) -> dict[str, Tensor]:
     """Returns tensors in which weights take the place of ``qweight``, ``qzeros`` and ``scales``.
 
     Args:
         tensors: The checkpoint's.
-        weight: From a weight's path and these to the weight.
-        config: The ``quantization_config``.
-        depth: Columns of the matrix (in) that a word of ``qweight`` has codes of; its other codes
-            are of other rows.
+        weight: From a weight's path, its bits and these to the weight.
+        sizes: The bits and the sizes of groups that layers may have.
+        in_columns: Whether a word of ``qweight`` has codes of several columns of a row, not of
+            several rows.
     """
     result: dict[str, Tensor] = {}
-    per_word = 32 // config["bits"]
+    known = tuple(dict.fromkeys(sizes))
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
         if f"{prefix}.qweight" not in tensors:
@@ -108,17 +153,21 @@ def _by_words(
                     raise ValueError(f"{name} has no {prefix}.{part}")
             qzeros, scales = tensors[f"{prefix}.qzeros"], tensors[f"{prefix}.scales"]
             groups, rows = scales.shape
-            columns = tensor.shape[0] * depth
-            size = config.get("group_size", -1)
-            grouped = groups * size == columns if size > 0 else groups == 1
-            fits = tensor.shape[1] * per_word == rows * depth and grouped
-            if not fits or tuple(qzeros.shape) != (groups, rows // per_word):
+            for bits, size in known:
+                per_word = 32 // bits
+                columns = tensor.shape[0] * (per_word if in_columns else 1)
+                of_all_rows = rows if in_columns else rows // per_word
+                grouped = groups * size == columns if size > 0 else groups == 1
+                shapes = tensor.shape[1], tuple(qzeros.shape)
+                if grouped and shapes == (of_all_rows, (groups, rows // per_word)):
+                    break
+            else:
+                ways = " or ".join(f"{bits} bits with groups of {size}" for bits, size in known)
                 raise ValueError(
                     f"{name}, {list(tensor.shape)}, with scales {list(scales.shape)} and zero "
-                    f"points {list(qzeros.shape)} is not packed in {config['bits']} bits with "
-                    f"groups of {size}"
+                    f"points {list(qzeros.shape)} is not packed in {ways}"
                 )
-            result[f"{prefix}.weight"] = weight(prefix, tensor, qzeros, scales)
+            result[f"{prefix}.weight"] = weight(prefix, bits, tensor, qzeros, scales)
         elif kind not in ("qzeros", "scales", "g_idx"):
             result[name] = tensor
     return result

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
-from dynamo_moe.weights.gptq_and_awq import awq, check_option, codes_of, gptq, signed
+from dynamo_moe.weights.gptq_and_awq import auto_round, awq, check_option, codes_of, gptq, signed
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
 from dynamo_moe.weights.packed_tensors import decoded, is_decoding
 
@@ -497,5 +497,6 @@ _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": gptq,
     "awq": awq,
+    "auto-round": auto_round,
     "modelopt": _modelopt,
 }

@@ -1,4 +1,4 @@
-"""GPTQ's and AWQ's checkpoints: the same codes, in words of another order."""
+"""Checkpoints of GPTQ, AWQ and AutoRound: the same codes, in words of another order."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import dynamo_moe
 from dynamo_moe.weights.checkpoints import load_checkpoint
+from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.packed_tensors import packed_weight
 from dynamo_moe.weights.quantized_checkpoints import with_decoded
 from packed_checkpoints import (
@@ -28,6 +29,10 @@ from packed_checkpoints import (
 GROUP, ROWS, COLUMNS = 32, 48, 128
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+AUTO_ROUND = {
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int",
+    "bits": 4, "group_size": GROUP, "sym": False, "extra_config": {"lm_head": {"bits": 16}},
+}  # fmt: skip
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -73,8 +78,6 @@ def stored_awq(part: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def opened(stored: dict[str, Tensor], config: dict[str, Any]) -> Any:
-    from dynamo_moe.weights.lazy_tensors import LazyTensor
-
     lazy = {f"a.{name}": LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
     (result,) = with_decoded(lazy, config, torch.float32).values()
     return result
@@ -89,6 +92,8 @@ def packed_of(weight: Tensor) -> Any:
     [
         (GPTQ, 1),
         (GPTQ | {"checkpoint_format": "gptq_v2"}, 0),
+        (AUTO_ROUND, 1),
+        (AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"}, 0),
         # Columns in the order of their activations, all of one group.
         (GPTQ | {"desc_act": True, "group_size": -1}, 1),
     ],
@@ -117,6 +122,53 @@ def test_gptq_with_columns_by_activation_is_decoded() -> None:
     expected = torch.from_numpy(part["weight"][:, order]).float()
     assert torch.equal(weight.read(), expected)
     assert packed_of(weight) is None
+
+
+def stored_8_bits(part: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    packed = (part["codes"] + 120).astype(np.uint8).view(np.int32)
+    groups, rows = part["scales"].T.shape
+    return {
+        "qweight": torch.from_numpy(packed).t().contiguous(),
+        "qzeros": torch.full((groups, rows // 4), 0x7F7F7F7F, dtype=torch.int32),
+        "scales": torch.from_numpy(part["scales"]).t().contiguous(),
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTQ | {"sym": True, "dynamic": {"-:lm_head": {}, "+:b": {"bits": 8, "group_size": 64}}},
+        AUTO_ROUND
+        | {"sym": True, "extra_config": {"b": {"bits": 8, "group_size": 64, "act_bits": None}}},
+    ],
+    ids=["GPTQModel", "AutoRound"],
+)
+def test_layers_have_bits_of_their_own(config: dict[str, Any]) -> None:
+    narrow, wide = parts(7), parts(8, group=64)
+    narrow["zeros"][:] = 8
+    stored = {f"a.{name}": tensor for name, tensor in stored_gptq(narrow).items()}
+    stored |= {f"b.{name}": tensor for name, tensor in stored_8_bits(wide).items()}
+    lazy = {name: LazyTensor.of_memory(tensor) for name, tensor in stored.items()}
+    tensors: Any = with_decoded(lazy, config, torch.float32)
+    assert {name: packed_of(weight)[0] for name, weight in tensors.items()} == {
+        "a.weight": "int4",
+        "b.weight": "int8",
+    }
+    for name, part, group in (("a", narrow, GROUP), ("b", wide, 64)):
+        expected = (part["codes"] - 8) * part["scales"].astype(np.float64).repeat(group, 1)
+        assert torch.equal(tensors[f"{name}.weight"].read(), torch.from_numpy(expected).float())
+    del config["dynamic" if "dynamic" in config else "extra_config"]
+    with pytest.raises(
+        ValueError, match=r"b\.qweight, .* is not packed in 4 bits with groups of 32"
+    ):
+        with_decoded(lazy, config, torch.float32)
+
+
+def test_autoround_by_awq_s_words() -> None:
+    part = parts(9)
+    config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}
+    weight = opened(stored_awq(part), config)
+    assert torch.equal(weight.read(), torch.from_numpy(part["weight"]).float())
 
 
 def test_awq_is_what_compressed_tensors_makes_of_it() -> None:
@@ -192,13 +244,15 @@ def test_experts_with_columns_in_another_order_are_decoded_and_said_to_be(tmp_pa
         (GPTQ, {"qzeros": torch.zeros(4, 5).int()}, r"zero points \[4, 5\] is not packed"),
         (GPTQ | {"group_size": 64}, {}, "in 4 bits with groups of 64"),
         (AWQ | {"group_size": -1}, {}, "in 4 bits with groups of -1"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, {}, "auto-round with data_type='mx_fp' is not taken"),
+        (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, {}, "'auto_round:fp8' is not taken"),
         (AWQ, {"qweight": torch.zeros(128, 7).int()}, r"a\.qweight, \[128, 7\], with scales"),
     ],
 )
 def test_what_is_refused(
     config: dict[str, Any], change: dict[str, Tensor | None], message: str
 ) -> None:
-    stored = (stored_gptq if config["quant_method"] == "gptq" else stored_awq)(parts(4))
+    stored = (stored_awq if config["quant_method"] == "awq" else stored_gptq)(parts(4))
     changed = {k: change.get(k, v) for k, v in stored.items() if change.get(k, v) is not None}
     with pytest.raises(ValueError, match=message):
         opened(changed, config)
