@@ -314,7 +314,7 @@ def _fused(
         made = (
             _fused_nvfp4(prefix, values, scales, factor, dtype)
             if values.dtype == torch.uint8
-            else _fused_fp8(prefix, values, scales, dtype)
+            else _stacked_fp8(prefix, values.transpose(1, 2), scales, dtype)
         )
         # The model's own parameter lies as (in, out).
         fused[prefix] = made.transpose(1, 2)
@@ -345,15 +345,20 @@ def _fused_nvfp4(
     return decoded("nvfp4", packed, (experts, rows, 2 * row_bytes), dtype or torch.bfloat16)
 
 
-def _fused_fp8(name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None) -> LazyTensor:
-    if values.ndim != 3 or values.dtype != torch.float8_e4m3fn or scales.numel() != 1:
+def _stacked_fp8(
+    name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None
+) -> LazyTensor:
+    """Returns the weights ``[E, N, K]`` of all experts: one scale, or one or blocks of each."""
+    is_fp8 = values.ndim == 3 and values.dtype == torch.float8_e4m3fn
+    experts, rows, columns = values.shape if is_fp8 else (0, 0, 0)
+    if is_fp8 and scales.numel() in (1, experts):
+        scales = scales.reshape(-1, 1, 1).expand(experts, rows, 1)
+    sizes = scales.shape[1:] if scales.ndim == 3 and scales.shape[0] == experts else ()
+    if not is_fp8 or not ENCODINGS["fp8"].blocks(rows, columns, sizes):
         raise ValueError(
             f"{name}, {list(values.shape)} of {values.dtype}, with scales {list(scales.shape)} "
-            "must be float8_e4m3fn of all experts with one scale"
+            "must be float8_e4m3fn of all experts with one scale, or one or blocks of each"
         )
-    values = values.transpose(1, 2)
-    experts, rows, _ = values.shape
-    scales = scales.reshape(1, 1, 1).expand(experts, rows, 1)
     packed = PackedWeight(values.view(torch.int8), scales)
     return decoded("fp8", packed, tuple(values.shape), dtype or torch.bfloat16)
 
@@ -421,7 +426,7 @@ def check_plain(tensors: Mapping[str, Tensor]) -> None:
 
 
 _OF_ACTIVATIONS = (
-    *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
+    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale"),
     *("q_scale", "k_scale", "v_scale"),
 )
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -468,27 +473,40 @@ def _mxfp4(
 def _fp8(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """DeepSeek-V3's and Qwen3's: E4M3, and ``weight_scale_inv`` for each block of 128 x 128.
+    """E4M3 numbers, and ``weight_scale_inv`` for each block of 128 x 128 (DeepSeek-V3, Qwen3).
 
-    Of DeepSeek-V4, experts are E2M1 and scales E8M0; its own files call these ``scale``.
+    Without blocks it is one scale (Mistral's), which older files call ``weight_scale``; those of
+    experts in one tensor are ``gate_up_proj_scale_inv``, one of each (Mistral Small 4). Of
+    DeepSeek-V4, experts are E2M1 and scales E8M0; its own files call these ``scale``.
     """
-    check_option(config, "weight_block_size", ([128, 128], (128, 128)))
-    named = {
-        f"{prefix}.weight_scale_inv"
-        if kind == "scale" and f"{prefix}.weight" in tensors
-        else name: tensor
-        for name, tensor in tensors.items()
-        for prefix, _, kind in (name.rpartition("."),)
-    }
+    check_option(config, "weight_block_size", ([128, 128], (128, 128), None))
+    named: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        values = tensors.get(name.removesuffix("_scale_inv"))
+        if kind in ("scale", "weight_scale") and f"{prefix}.weight" in tensors:
+            named[f"{prefix}.weight_scale_inv"] = tensor
+        elif name.endswith("_scale_inv") and values is not None and values.ndim == 3:
+            weight_name = name.removesuffix("_scale_inv")
+            stacked[weight_name] = _stacked_fp8(weight_name, values, _plain(tensor), dtype)
+        else:
+            named[name] = tensor
+    for name in stacked:
+        named.pop(name)
+        named.pop(f"{name}_activation_scale", None)
 
     def weight(prefix: str, values: Tensor, scales: Tensor) -> LazyTensor:
         if values.dtype == torch.int8 and scales.dtype == torch.float8_e8m0fnu:
             return _float4(f"{prefix}.weight", values, scales.view(torch.uint8), dtype)
-        if scales.dtype == torch.float8_e8m0fnu:
-            scales = scales.float()
-        return _eight_bits(prefix, values, scales, dtype)
+        return _eight_bits(prefix, values, _plain(scales), dtype)
 
-    return _read(named, "weight", ("weight_scale_inv",), (), weight)
+    return stacked | _read(named, "weight", ("weight_scale_inv",), (), weight)
+
+
+def _plain(scales: Tensor) -> Tensor:
+    """Returns scales of powers of two as numbers."""
+    return scales.float() if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {

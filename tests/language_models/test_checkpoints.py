@@ -291,9 +291,11 @@ def _entry(header: dict[str, Any]) -> dict[str, Any]:
             "names the architecture 'NoSuchModel', unknown here",
         ),
         (
-            lambda f: _config(f, quantization_config={"quant_method": "fp8"}),
+            lambda f: _config(
+                f, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}
+            ),
             ValueError,
-            "is quantised: fp8 with weight_block_size=None is not taken",
+            r"is quantised: fp8 with weight_block_size=\[64, 64\] is not taken",
         ),
         (
             lambda f: _config(f, vocab_size=32),

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8: DeepSeek-V3's and Qwen3's blocks, and compressed-tensors' rows."""
+"""Checkpoints in FP8: DeepSeek-V3's and Qwen3's blocks, Mistral's matrices, and rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dynamo_moe
 from dynamo_moe.weights.checkpoints import load_checkpoint
+from moe_architectures import ARCHITECTURES
 from packed_checkpoints import check_file, language_model, set_quantization, token_ids
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -97,10 +98,43 @@ def test_files_that_do_not_fit(change: dict[str, Any], message: str, tmp_path: P
 def test_stacked_weights_are_refused(tmp_path: Path) -> None:
     stacked = torch.zeros(4, 128, 256, dtype=torch.float8_e4m3fn)
     folder = checkpoint(tmp_path / "model", "blocks", **{"down_proj.weight": stacked})
-    with pytest.raises(
-        ValueError, match=r"\[4, 128, 256\] of torch.float8_e4m3fn, has scales; it must be a matrix"
-    ):
+    with pytest.raises(ValueError, match=r"with scales \[2, 1\] must be float8_e4m3fn of all expe"):
         dynamo_moe.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("of_experts", [(8,), (8, 1, 1)])
+def test_one_scale_of_each_matrix(of_experts: tuple[int, ...], tmp_path: Path) -> None:
+    """As Mistral Small 4 has it: all experts in one tensor, scales of activations beside all."""
+    folder, path = tmp_path / "model", tmp_path / "model.onnx"
+    ARCHITECTURES["mistral4"].build().save_pretrained(folder)
+    stored: dict[str, Tensor] = {}
+    decoded: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name] = decoded[name] = tensor
+        if tensor.ndim == 3:
+            scales = tensor.abs().amax((1, 2)) / 448
+            of_activations, sizes = f"{name}_activation_scale", of_experts
+        elif "_proj.weight" in name:
+            scales = tensor.abs().max() / 448
+            of_activations, sizes = f"{name.removesuffix('weight')}activation_scale", ()
+        else:
+            continue
+        spread = scales.reshape(*scales.shape, *[1] * (tensor.ndim - scales.ndim))
+        stored[name] = (tensor / spread).to(torch.float8_e4m3fn)
+        decoded[name] = stored[name].float() * spread
+        stored[f"{name}_scale_inv"] = scales.reshape(sizes)
+        stored[of_activations] = torch.ones_like(scales)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, BLOCKS | {"weight_block_size": None, "activation_scheme": "static"})
+    whole = load_checkpoint(folder, dtype=torch.float32)
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, decoded[name]), name
+    model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
+    report = dynamo_moe.convert(model)
+    assert {r.notes for r in report.replaced} == {("its experts stay packed (fp8)",)}
+    shapes = {"input_ids": {0: "batch", 1: "length"}}
+    dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
+    check_file(path, folder)
 
 
 def test_other_blocks_are_refused(tmp_path: Path) -> None:
