@@ -105,8 +105,8 @@ def experts_packed(
             ``fp8`` and ``int8`` ``[E, F, D]``, a value each.
         w2: Bytes int8 of ``[E, D, H]``, likewise.
         w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16, in ``mxfp4`` and ``nvfp4`` bytes
-            int8. In ``fp8`` one for each row, ``[E, F, 1]``, or for each block of R rows and G
-            columns, ``[E, ceil(F / R), ceil(D / G)]``.
+            int8. In ``fp8`` one for each row, ``[E, F, 1]``, for each 32 columns of a row, or for
+            each block of R rows and G columns, ``[E, ceil(F / R), ceil(D / G)]``.
         w2_scales: The same of ``[E, D, H]``, in ``w1_scales``' dtype.
         w1_zero_points: In ``int4`` ``[E, F, D / G]`` int8, or ``[E, 1, 1]``; None: 8.
         w2_zero_points: ``[E, D, H / G]`` int8, given where ``w1_zero_points`` is.

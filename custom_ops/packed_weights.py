@@ -111,7 +111,11 @@ class Encoding:
         """Returns in words the sizes that the scales of one matrix may have."""
         if self.block is None:
             return f"[{rows}, G], where G divides {columns}"
-        sizes = [blocks_of(rows, columns, block) for block in (self.block, *self.any_of)]
+        sizes = [
+            blocks_of(rows, columns, block)
+            for block in (self.block, *self.any_of)
+            if divides(block, columns)
+        ]
         return " or ".join(f"[{out}, {depth}]" for out, depth in dict.fromkeys(sizes))
 
 
@@ -159,7 +163,7 @@ ENCODINGS: Mapping[str, Encoding] = {
     for encoding in (
         Encoding("int4", "uint4", has_zero_points=True),
         Encoding("mxfp4", "e2m1", (torch.int8,), "e8m0", block=(1, 32)),
-        Encoding("fp8", "e4m3", block=(128, 128), any_of=((WHOLE, WHOLE), (1, WHOLE))),
+        Encoding("fp8", "e4m3", block=(128, 128), any_of=((WHOLE, WHOLE), (1, WHOLE), (1, 32))),
         Encoding("nvfp4", "e2m1", (torch.int8,), "e4m3", has_global_scales=True, block=(1, 16)),
         Encoding("int8", "int8"),
     )

@@ -117,6 +117,8 @@ def unpacked(
         numbers, (rows, columns) = values.view(torch.float8_e4m3fn).double(), values.shape[-2:]
         out = 128 if 1 < scales.shape[-2] < rows else rows // min(scales.shape[-2], rows)
         depth = 128 if scales.shape[-1] > 1 else columns
+        if scales.shape[-2] == rows and scales.shape[-1] * 32 == columns:
+            depth = 32
         spread = scales.double().repeat_interleave(out, -2).repeat_interleave(depth, -1)
         return numbers * spread[..., :rows, :columns]
     if weight_format == "int8":

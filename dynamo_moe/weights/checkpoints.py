@@ -52,8 +52,9 @@ def open_checkpoint(
     :func:`export` those of other matrices, where opset 21 or the format permits; what is left is
     decoded as it is written. It may be in MXFP4 (gpt-oss), in FP8 by blocks (DeepSeek-V3),
     with FP4 experts (DeepSeek-V4), of compressed-tensors (``pack-quantized``, ``float-quantized``,
-    ``int-quantized``, ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``, ``mixed-precision`` of
-    these), ModelOpt (NVFP4, FP8, ``MIXED_PRECISION`` of these), GPTQ, AWQ or AutoRound.
+    ``int-quantized``, ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``, ``mxfp8-quantized``,
+    ``mixed-precision`` of these), ModelOpt (NVFP4, FP8, MXFP8, ``MIXED_PRECISION`` of these), GPTQ,
+    AWQ or AutoRound.
 
     Args:
         folder: A local folder with ``config.json`` and safetensors files.

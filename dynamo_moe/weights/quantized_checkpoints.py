@@ -150,7 +150,7 @@ def _with_scales(
     def weight(prefix: str, values: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         if zeros is not None:
             raise ValueError(f"{prefix}.weight_zero_point: weights of 8 bits have no zero points")
-        return _eight_bits(prefix, values, scales, dtype)
+        return _eight_bits(prefix, values, _plain(scales), dtype)
 
     return _read(tensors, "weight", ("weight_scale",), ("weight_zero_point",), weight)
 
@@ -245,6 +245,7 @@ _FORMATS: dict[str, tuple[_Reader, list[tuple[int, str]]]] = {
     "naive-quantized": (_with_scales, [(8, "float"), (8, "int")]),
     "nvfp4-pack-quantized": (_nvfp4, [(4, "float")]),
     "mxfp4-pack-quantized": (_mxfp4_packed, [(4, "float")]),
+    "mxfp8-quantized": (_with_scales, [(8, "float")]),
     "mixed-precision": (_mixed, [(4, "int"), (8, "int"), (4, "float"), (8, "float")]),
 }
 
@@ -281,13 +282,15 @@ def _modelopt(
             raise ValueError(f"{prefix}.weight has no {prefix}.weight_scale_2")
         if scales.ndim == 4:  # [N / 128, 1, K / 128, 1]
             scales = scales.squeeze(3).squeeze(1)
-        return _eight_bits(prefix, values, scales[:, None] if scales.ndim == 1 else scales, dtype)
+        elif scales.ndim == 1:
+            scales = scales[:, None]
+        return _eight_bits(prefix, values, _plain(scales), dtype)
 
     return fused | _read(tensors, "weight", ("weight_scale",), ("weight_scale_2",), weight)
 
 
 _MODELOPT = (
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W8A16"),
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "W8A16"),
     *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"),
 )
 
@@ -505,8 +508,10 @@ def _fp8(
 
 
 def _plain(scales: Tensor) -> Tensor:
-    """Returns scales of powers of two as numbers."""
-    return scales.float() if scales.dtype == torch.float8_e8m0fnu else scales
+    """Returns scales of powers of two, E8M0, as numbers: bfloat16 has them all."""
+    if scales.dtype in (torch.float8_e8m0fnu, torch.uint8):
+        return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return scales
 
 
 _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {

@@ -33,7 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 FORMS |= {
     form: GATED | {"weight_format": form, "biases": form == "fp8"}
-    for form in ("fp8", "fp8 rows", "fp8 whole")
+    for form in ("fp8", "fp8 rows", "fp8 whole", "fp8 groups")
 }
 FORMS |= {
     "nvfp4": GATED | {"weight_format": "nvfp4", "biases": False},
@@ -77,15 +77,15 @@ def test_one_node_that_runs(op: str, form: str, body: Any, tmp_path: Path) -> No
             torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole"])
+@pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole", "fp8 groups"])
 @pytest.mark.parametrize("body", ["loop", "unrolled"])
 def test_blocks_that_are_cut_off(body: Any, form: str, tmp_path: Path) -> None:
-    case = packed_case("dropless", form, width=200, hidden=144, biases=False, shape=(5,), **GATED)
+    case = packed_case("dropless", form, width=224, hidden=160, biases=False, shape=(5,), **GATED)
     model, path = PackedLayer(case).eval(), tmp_path / "layer.onnx"
-    dynamo_moe.export(model, (torch.zeros(2, 200),), path, body=body)
+    dynamo_moe.export(model, (torch.zeros(2, 224),), path, body=body)
     session = ort.InferenceSession(path)
     for batch in (0, 1, 3, 900):
-        x = torch.randn(batch, 200, generator=torch.Generator().manual_seed(batch))
+        x = torch.randn(batch, 224, generator=torch.Generator().manual_seed(batch))
         (result,) = session.run(None, {"x": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
 

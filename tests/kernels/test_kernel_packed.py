@@ -57,6 +57,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"weight_format": "fp8"},
     "fp8 rows": {"weight_format": "fp8 rows"},
     "fp8 whole": {"weight_format": "fp8 whole", "scales_dtype": torch.float16},
+    "fp8 groups": {"weight_format": "fp8 groups", "scales_dtype": torch.bfloat16},
     "nvfp4": {"weight_format": "nvfp4"},
     "int8": {"weight_format": "int8", "group": 16, "scales_dtype": torch.bfloat16},
 }

@@ -43,7 +43,7 @@ def arguments(bits: int, kind: str, group: int | None) -> QuantizationArgs:
         symmetric=True,
         strategy=strategy,
         group_size=group,
-        scale_dtype={"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8}.get(kind),
+        scale_dtype={"nvfp4": torch.float8_e4m3fn, "int": None}.get(kind, torch.uint8),
     )
 
 
@@ -182,6 +182,7 @@ FORMS = {
     "int8 rows": of_compressed_tensors("naive-quantized", "int8", arguments(8, "int", None)),
     "nvfp4": of_compressed_tensors("nvfp4-pack-quantized", "nvfp4", arguments(4, "nvfp4", 16)),
     "mxfp4": of_compressed_tensors("mxfp4-pack-quantized", "mxfp4", arguments(4, "mxfp4", 32)),
+    "mxfp8": of_compressed_tensors("mxfp8-quantized", "fp8", arguments(8, "mxfp8", 32)),
     "ModelOpt nvfp4": Form(
         "nvfp4",
         MODELOPT,
@@ -358,9 +359,9 @@ def test_modelopt_s_mixed_precision(tmp_path: Path) -> None:
     exported = dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
     assert exported.operators == {"DroplessMoEPacked": 1}
     check_file(path, folder)
-    layers["lm_head"]["quant_algo"] = "MXFP8"
+    layers["lm_head"]["quant_algo"] = "W4A8_AWQ"
     set_quantization(folder, mixed | {"quantized_layers": {"quantized_layers": layers}})
-    with pytest.raises(ValueError, match="quant_algo 'MXFP8' of lm_head is not taken; FP8, FP8_"):
+    with pytest.raises(ValueError, match="quant_algo 'W4A8_AWQ' of lm_head is not taken; FP8"):
         dynamo_moe.open_checkpoint(folder)
 
 
@@ -369,7 +370,7 @@ MIXED = {
     "q_proj": FORMS["nvfp4"],
     "k_proj": FORMS["mxfp4"],
     "v_proj": FORMS["int8 groups"],
-    "o_proj": of_compressed_tensors("float-quantized", "fp8", arguments(8, "float", None)),
+    "o_proj": FORMS["mxfp8"],
 }
 
 
@@ -404,9 +405,9 @@ def test_compressed_tensors_mixed_precision(tmp_path: Path) -> None:
     shapes = {"input_ids": {0: "batch", 1: "length"}}
     dynamo_moe.export(model, (token_ids(2, 7),), path, dynamic_shapes=shapes)
     check_file(path, folder)
-    groups["q_proj"]["format"] = "mxfp8-quantized"
+    groups["q_proj"]["format"] = "marlin-24"
     set_quantization(folder, mixed)
-    with pytest.raises(ValueError, match="format 'mxfp8-quantized' is not taken"):
+    with pytest.raises(ValueError, match="format 'marlin-24' is not taken"):
         dynamo_moe.open_checkpoint(folder)
 
 
@@ -545,7 +546,7 @@ REFUSED: list[tuple[str, Stored, dict[str, Any], str]] = [
     ("int8 rows", {"weight_zero_point": torch.ones(48, 1)}, {}, "8 bits have no zero points"),
     ("ModelOpt nvfp4", {"pre_quant_scale": torch.ones(128)}, {}, "a.pre_quant_scale: scales of a"),
     ("ModelOpt nvfp4", {}, {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not taken"),
-    ("nvfp4", {}, {"format": "mxfp8-quantized"}, "format 'mxfp8-quantized' is not taken"),
+    ("nvfp4", {}, {"format": "mxfp6-pack-quantized"}, "format 'mxfp6-pack-quantized' is not"),
     ("GPTQ int8", {}, {"bits": 3}, "gptq with bits=3 is not taken"),
 ]
 

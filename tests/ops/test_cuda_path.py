@@ -399,7 +399,7 @@ def test_a_call_in_another_way_after_a_plain_one(op, way):
 @pytest.mark.each_value
 @pytest.mark.usefixtures("_only_kernels")
 @pytest.mark.parametrize("op", ["dropless", "experts"])
-@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows", "fp8 whole"])
+@pytest.mark.parametrize("form", ["int4", "mxfp4", "fp8", "fp8 rows", "fp8 whole", "fp8 groups"])
 def test_packed_experts(op, form, monkeypatch):
     monkeypatch.setattr("custom_ops.packed._grouped", SimpleNamespace(forward=_cuda.forward))
     case = packed_case(op, form, width=64, hidden=32, gated=True)

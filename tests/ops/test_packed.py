@@ -156,8 +156,8 @@ def test_global_scales() -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole"])
-@pytest.mark.parametrize("sizes", [(32, 16), (128, 256), (200, 144)], ids=str)
+@pytest.mark.parametrize("form", ["fp8", "fp8 rows", "fp8 whole", "fp8 groups"])
+@pytest.mark.parametrize("sizes", [(32, 16), (128, 256), (224, 160)], ids=str)
 @both_ops
 def test_fp8(op: str, sizes: tuple[int, int], form: str) -> None:
     """Also where blocks are cut off, and where a matrix has one alone."""
@@ -172,7 +172,7 @@ def test_fp8(op: str, sizes: tuple[int, int], form: str) -> None:
 
 def test_scales_that_fp8_does_not_have() -> None:
     case = packed_case("experts", "fp8", width=256, hidden=256)
-    sizes = r"\[2, 2\] or \[1, 1\] or \[256, 1\] in fp8, got \[2, 1\]"
+    sizes = r"\[2, 2\] or \[1, 1\] or \[256, 1\] or \[256, 8\] in fp8, got \[2, 1\]"
     with pytest.raises(ValueError, match=f"an expert in w1_scales must have the shape {sizes}"):
         case.changed(w1_scales=torch.ones(5, 2, 1))()
     with pytest.raises(ValueError, match=r"blocks of one size .*, got \(1, all\) and \(128, 128\)"):

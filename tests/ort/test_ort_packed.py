@@ -34,6 +34,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nvfp4, biases": {"weight_format": "nvfp4"},
     "fp8": GATED | {"weight_format": "fp8", "width": 200, "hidden": 140},
     "fp8 rows": {"weight_format": "fp8 rows", "biases": False},
+    "fp8 groups": {"weight_format": "fp8 groups", "biases": False},
     "fp8 whole": GATED | {"weight_format": "fp8 whole", "width": 36, "hidden": 20},
     "int8": {"weight_format": "int8", "group": 4, "width": 36, "hidden": 20},
     "int8 rows": GATED | {"weight_format": "int8 rows", "weight_on_input": True},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.options import ROUTER_OPTIONS
-from custom_ops.packed_weights import blocks_of, encoding_of
+from custom_ops.packed_weights import WHOLE, blocks_of, encoding_of
 from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format
 from moe_cases import Case, make_case
 
@@ -154,7 +154,7 @@ def packed_case(
     """
     name, _, form = weight_format.partition(" ")
     group = {"mxfp4": 32, "nvfp4": 16}.get(name) or group or 8
-    if name == "mxfp4":
+    if weight_format in ("mxfp4", "fp8 groups"):
         hidden = max(hidden, 32)
     case = make_case(op, shape, dtype=dtype, width=width, hidden=hidden, experts=experts, **options)
     generator = torch.Generator().manual_seed(7)
@@ -172,7 +172,8 @@ def packed_case(
             exponents = scales.log2().round() + 128
             packed[f"{weight}_scales"] = exponents.to(torch.uint8).view(torch.int8)
         elif name == "fp8":
-            size = {"rows": (rows, 1), "whole": (1, 1)}.get(form) or blocks_of(rows, columns, FP8)
+            blocks = {"rows": (1, WHOLE), "whole": (WHOLE, WHOLE), "groups": (1, 32)}
+            size = blocks_of(rows, columns, blocks.get(form, FP8))
             numbers = torch.randn(experts, rows, columns, generator=generator)
             packed[weight] = numbers.to(torch.float8_e4m3fn).view(torch.int8)
             scales = torch.rand(experts, *size, generator=generator) + 0.5

@@ -31,6 +31,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp8": {},
     "fp8 rows": {"scales_dtype": torch.bfloat16},
     "fp8 whole": {},
+    "fp8 groups": {"scales_dtype": torch.bfloat16},
     "nvfp4": {},
     "int8": {"group": 16},
     "int8 rows": {"scales_dtype": torch.float16},
@@ -38,7 +39,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def small_case(form: str = "int4", op: str = "experts", **options: Any) -> PackedCase:
-    name = form if form.endswith(("rows", "whole")) else form.split(maxsplit=1)[0]
+    name = form if form.startswith(("fp8", "int8")) else form.split(maxsplit=1)[0]
     sizes = {"width": 64, "hidden": 32}
     case = packed_case(op, name, shape=(5,), **sizes | FORMS[form] | options)
     if name == "int4" and case.packed["w1_zero_points"] is None and options.get("biases", True):
