@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from custom_ops.offload import WeightSource
-from custom_ops.packed_weights import encoding_of
+from custom_ops.packed_weights import ENCODINGS, encoding_of
 from custom_ops.weight_formats import suffixes_of
 from dynamo_moe.files import rank_files
 from dynamo_moe.files.block_functions import inlined
@@ -127,6 +127,7 @@ def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]
     w1, w2 = tensors.get("w1"), tensors.get("w2")
     experts, _, width = w1.dims if w1 and len(w1.dims) == 3 else (None, None, None)
     size = sum((_size(tensor) for tensor in tensors.values()), WeightsSummary())
+    per_element = _values_per_element(attributes)
     node_name = node.name or node.output[0]
 
     def number(name: str, default: int | None = None) -> int | None:
@@ -140,11 +141,17 @@ def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]
         op_type=node.op_type,
         num_experts=number("num_experts", experts),
         top_k=number("top_k", number("k")),
-        in_features=number("in_features", width),
-        hidden_features=number("hidden_features", w2.dims[-1] if w2 and w2.dims else None),
+        in_features=number("in_features", width and width * per_element),
+        hidden_features=number(
+            "hidden_features", w2.dims[-1] * per_element if w2 and w2.dims else None
+        ),
         activation=str(attributes.get("activation", attributes.get("activation_type", ""))),
         precision=_precision(w1, attributes),
-        parameters=size.elements,
+        parameters=sum(
+            _size(tensor).elements * (per_element if role in ("w1", "w2", "w3") else 1)
+            for role, tensor in tensors.items()
+            if not role.endswith(("_scales", "_zero_points"))
+        ),
         bytes=size.bytes,
         expert_bytes=_expert_bytes(tensors, number("num_experts", experts)),
         weights=weights,
@@ -158,6 +165,15 @@ def _precision(w1: onnx.TensorProto | None, attributes: Mapping[str, Any]) -> st
     if "expert_weight_bits" in attributes:
         return f"{attributes.get('quant_type', 'int')}{attributes['expert_weight_bits']}"
     return _dtype(w1.data_type) if w1 else None
+
+
+def _values_per_element(attributes: Mapping[str, Any]) -> int:
+    """Returns how many values an element of the experts' weights has: two where they are packed."""
+    encoding = ENCODINGS.get(str(attributes.get(WEIGHT_FORMAT)))
+    if encoding is not None:
+        return encoding.per_byte
+    bits = attributes.get("expert_weight_bits")
+    return 8 // bits if isinstance(bits, int) and bits > 0 else 1
 
 
 def _expert_bytes(tensors: Mapping[str, onnx.TensorProto], experts: int | None) -> int | None:

@@ -74,7 +74,7 @@ class MoELayer:
         hidden_features: Hidden width of an expert, or None.
         activation: Name of the activation; empty if the node does not say.
         precision: dtype of ``w1``, or the format in which it is packed; None if it is computed.
-        parameters: Elements of the layer's initializers.
+        parameters: Of the layer's weights; scales and zero points of packed ones do not count.
         bytes: Their size.
         expert_bytes: Size of one expert's ``w1`` and ``w2``, with their scales, which is that of a
             slot where experts are offloaded; None if they are not in the graph.

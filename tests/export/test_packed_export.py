@@ -147,6 +147,9 @@ def test_bytes_are_written_as_onnx_runtime_s_operator_takes_them(
     model, path = layer("dropless", **options), tmp_path / "layer.onnx"
     report = dynamo_moe.export(model, (tokens(2, 5),), path, target="onnxruntime")
     assert not report.nodes.keys() & {"Cast", "BitwiseXor", "Split", "Concat"}
+    [summary] = dynamo_moe.inspect(path).moe_layers
+    assert (summary.in_features, summary.hidden_features) == (32, 16)
+    assert summary.parameters == 5 * (2 * 16 * 32 + 32 * 16)
     kinds = [each.data_type for each in onnx.load(path).graph.initializer]
     assert kinds.count(onnx.TensorProto.UINT8) == 2
     assert onnx.TensorProto.INT8 not in kinds
