@@ -32,7 +32,8 @@ def gptq(
 
     Layers may have bits and groups of their own, by the ``dynamic`` of a configuration.
     """
-    settings = [config, *({**config, **own} for own in (config.get("dynamic") or {}).values())]
+    layers = (config.get("dynamic") or {}).values()
+    settings = [config, *({**config, **own} for own in layers if own)]  # No own: a layer is plain.
     for setting in settings:
         check_option(setting, "bits", (4, 8))
     one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
