@@ -204,6 +204,10 @@ class Options:
         """Whether an option that few layers have is set, see :attr:`Option.rare`."""
         return any(row.rare and getattr(self, row.name) != row.default for row in self.rows)
 
+    def keywords(self) -> dict[str, Any]:
+        """Returns the values by name; torch.compile of PyTorch 2.11 does not follow ``asdict``."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
     def canonical(self) -> Self:
         """Returns the record with every option that has no effect at its default."""
         idle = {row.name: row.default for row in self.rows if not row.has_effect(self)}

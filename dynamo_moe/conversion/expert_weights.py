@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe.modules import ParameterCache
-from dynamo_moe.private.pytorch import change_count
+from dynamo_moe.private.pytorch import change_count, is_exporting
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class CachedWeights(ParameterCache):
 
     def get(self, experts: ExpertsSpec, module: nn.Module) -> ExpertWeights:
         """Returns the weights of a module."""
-        compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        compiling, exporting = torch.compiler.is_compiling(), is_exporting()
         if self._is_offloaded and self._weights is not None and compiling and not exporting:
             return self._weights
         parameters = _parameters(experts, module)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -83,14 +83,14 @@ class LayerSpec:
             if cache is None
             else functools.partial(cache.get, experts, module)
         )
-        options = asdict(experts.options)
+        options = experts.options.keywords()
         values = self.return_values()
         builtin = None if any(value.is_routing for value in values) else routing.builtin()
         routed = None
         if builtin is not None:
             linear, router = builtin
             router_weight, router_bias = linear.parameters(module)
-            keywords = {"router_bias": router_bias, **asdict(router), **options}
+            keywords = {"router_bias": router_bias, **router.keywords(), **options}
             y = packed_experts.dropless(module, weights, x, router_weight, **keywords)
         else:
             routed = routing(module, x, others)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from dynamo_moe.conversion.routing import Routed
 from dynamo_moe.model_lines import model_line
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private.pytorch import module_stack_kept
+from dynamo_moe.private.pytorch import is_exporting, module_stack_kept
 
 Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 """What a layer's values are:
@@ -104,12 +104,12 @@ class OwnRouting:
         image = x.movedim(-1, 1) if self.channels_first else x
         tokens_of = () if self.tokens is None else (self.tokens,)
         wanted = list(dict.fromkeys((*self.values, *self.outputs, *tokens_of)))
+        run = _values_of if is_exporting() else _values_by_running
         if torch.compiler.is_dynamo_compiling():
-            run = _values_of if torch.compiler.is_exporting() else _values_by_running
             computed = run(module, image, others or {}, wanted)
         else:
             with module_stack_kept():
-                computed = _values_of(module, image, others or {}, wanted)
+                computed = run(module, image, others or {}, wanted)
         ids_TK, weights_TK = self.choices([computed[value] for value in self.values], tokens)
         if not weights_TK.is_floating_point():
             weights_TK = weights_TK.to(torch.promote_types(x.dtype, torch.float32))

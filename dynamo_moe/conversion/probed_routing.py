@@ -26,7 +26,7 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion.own_routing import Value, ValuesSeen, chosen_weights
 from dynamo_moe.conversion.routing import Routed
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private.pytorch import copy_around
+from dynamo_moe.private.pytorch import copy_around, is_exporting
 
 # Beside a rest, unit vectors are so long that what they lose to it is nothing; a power of two, so
 # that a division by it is exact. Float16 has no such number.
@@ -111,9 +111,7 @@ class ProbedRouting:
                 "tokens must be float32 or bfloat16, got float16: beside what the layer adds to "
                 "its experts' results, the weights of experts lose their digits"
             )
-        run = _results
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            run = _results_by_running
+        run = _results if is_exporting() else _results_by_running
         image = x.movedim(-1, 1) if self.channels_first else x
         unit = 1.0 if self.rest == "nothing" else _UNIT
         leaves, values = run(self, module, image, others or {}, unit)

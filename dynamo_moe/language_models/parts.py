@@ -22,7 +22,7 @@ from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files.model_parts import GRID, ModelPart, PartName, grid_positions
 from dynamo_moe.model_graph import ExportError
 from dynamo_moe.private import transformers as private
-from dynamo_moe.private.pytorch import without_values
+from dynamo_moe.private.pytorch import is_exporting, without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing import failures
@@ -267,7 +267,7 @@ class Parts:
                 f"pixel_values must be patches in blocks of {self._block}, got {pixels.shape[0]}"
             )
         # A trace knows no sizes of pictures; where there are values, the model's own code runs.
-        is_traced = type(pixels) is not Tensor or torch.compiler.is_exporting()
+        is_traced = type(pixels) is not Tensor or is_exporting()
         if not is_traced:
             return self._gathered(pictures)
         of_any_number = (

@@ -34,6 +34,7 @@ __all__ = [
     "has_attribute",
     "has_forward_hooks",
     "hooks_removed",
+    "is_exporting",
     "module_stack_kept",
     "modules_by_path",
     "own_parts",
@@ -340,6 +341,14 @@ def copy_around(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module
     twin = copy.copy(module)
     twin._modules = children
     return twin
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces: up to PyTorch 2.12 the public function says so of torch.compile.
+
+    It is read where torch.compile reads code, too.
+    """
+    return bool(torch.compiler._is_exporting_flag)
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
