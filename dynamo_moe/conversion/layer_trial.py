@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import custom_ops
@@ -498,12 +499,16 @@ class LayerTrial:
         )
         for experts in self._experts():
             yield experts, torch.einsum("rte,ted->rtd", dense_RTE, self._each_expert(experts))
+        # One after the other in one call, whose tokens have choices that are none.
+        count = len(routings)
+        most = max(routed.ids.shape[1] for _, routed in routings)
+        missing = [(0, most - routed.ids.shape[1]) for _, routed in routings]
+        ids = [F.pad(r.ids, pad, value=-1) for (_, r), pad in zip(routings, missing, strict=True)]
+        weights = [F.pad(r.weights, pad) for (_, r), pad in zip(routings, missing, strict=True)]
+        chosen = x_TD.repeat(count, 1), torch.cat(ids), torch.cat(weights)
         for candidate in self._experts():
             experts = replace(candidate, options=replace(candidate.options, weight_on_input=True))
-            results = [
-                self._compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings
-            ]
-            yield experts, torch.stack(results)
+            yield experts, self._compute(experts, *chosen).view(count, *x_TD.shape)
 
     def _experts(self) -> list[ExpertsSpec]:
         """Returns the candidates for experts that take the tokens."""
