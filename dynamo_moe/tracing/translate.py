@@ -176,8 +176,8 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
     return model
 
 
-# For the opsets of targets in turn; each registration between exports makes another set.
-@functools.lru_cache(maxsize=4)
+# For one set of operators: each registration between exports makes another.
+@functools.lru_cache(maxsize=1)
 def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
     """Returns translations of operators, ``added`` among them, and the others' decompositions."""
     registry = copy.copy(exporter.torchlib(opset))
