@@ -25,6 +25,9 @@ SECONDS ?= 600
 # A worker's threads would only wait for those of the other workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+# Processes that tests start import what earlier ones have compiled, also where an image forbids it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo train test test-all test-fast test-avx2 test-torch coverage tables fuzz package-test \
 	browser lint $(LINTS) format docs pictures bench gpu-check clean

@@ -1,5 +1,6 @@
 """Skips tests that this machine cannot run; without a GPU, kernels run in Triton's interpreter."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -61,6 +62,17 @@ def _interpreter() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         interpreter.repair(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _translations_once() -> Iterator[None]:
+    """PyTorch's exporter parses the sources of all its translations anew for each export."""
+    from torch.onnx._internal.exporter._registration import onnxscript_apis
+
+    with pytest.MonkeyPatch.context() as patch:
+        parsed = functools.cache(onnxscript_apis.get_torchlib_ops)
+        patch.setattr(onnxscript_apis, "get_torchlib_ops", parsed)
         yield
 
 

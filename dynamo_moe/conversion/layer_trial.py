@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import custom_ops
@@ -109,6 +110,25 @@ class _RoutedPart:
     shared: tuple[SharedExpert, ...]
     bias: str | None
     expected_TD: Tensor
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A part of a layer's result as a sum of its experts' results.
+
+    Attributes:
+        part: The part.
+        experts: The experts.
+        tokens: What they get instead of the layer's tokens, or None.
+        residual: Whether the layer's tokens are added.
+        weights_TE: The weights.
+    """
+
+    part: _RoutedPart
+    experts: ExpertsSpec
+    tokens: Value | None
+    residual: bool
+    weights_TE: Tensor
 
 
 @dataclass(frozen=True)
@@ -204,42 +224,51 @@ class LayerTrial:
         run = functools.partial(self.module, **others)
         with same_draws():
             values = values_ahead_of_experts(run, image, parameters)
-        rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
-        outputs = self._returned_values(values)
-        is_sum, specs = False, list[LayerSpec]()
         width = self.x.shape[-1]
         normed = [v for v, t in values.items() if self._is_per_token(t, width)]
+        is_sum = False
         # Experts of the layer's tokens, else of others that it computes, as a block with its norm.
-        around = itertools.product((None, *normed), (False, True))
-        for tokens, residual in around:
-            if specs:
-                break
-            x = self.x if tokens is None else values[tokens]
-            rest_TD = self.x.reshape(-1, width) * residual
-            for experts, part in itertools.product(self._experts(), parts):
-                y_TED = self._each_expert(experts, x.reshape(-1, width))
-                weights_TE = solve_weights(y_TED, part.expected_TD - rest_TD)
-                if weights_TE is None:
-                    continue
-                is_sum |= not are_constant(weights_TE)
-                for scale in dict.fromkeys((1.0, *self.numbers, *rates)):
-                    for routing in find_routings(
-                        values, weights_TE / scale, channels_first=self.channels_first
-                    ):
-                        own = replace(
-                            routing, scale=scale, outputs=outputs, tokens=tokens, residual=residual
-                        )
-                        with same_draws():
-                            routed = own(self.module, self.x, others)
-                        specs.append(self._spec(part, experts, own, routed))
-        if not specs:
-            if is_sum:
-                raise IsMixtureError(
-                    f"{self._unknown()}, and its own code does not compute their weights ahead of "
-                    "them"
+        for tokens in (None, *normed):
+            x_TD = (self.x if tokens is None else values[tokens]).reshape(-1, width)
+            # Of the sum alone, else with the layer's tokens added to it.
+            sums = dict[bool, list[_Sum]]({False: [], True: []})
+            for experts in self._experts():
+                y_TED = self._each_expert(experts, x_TD)
+                for residual, part in itertools.product(sums, parts):
+                    rest_TD = self.x.reshape(-1, width) * residual
+                    weights_TE = solve_weights(y_TED, part.expected_TD - rest_TD)
+                    if weights_TE is not None:
+                        sums[residual].append(_Sum(part, experts, tokens, residual, weights_TE))
+                        is_sum |= not are_constant(weights_TE)
+            for found in sums.values():
+                specs = [spec for each in found for spec in self._specs_of_sum(each, values)]
+                if specs:
+                    return specs
+        if is_sum:
+            raise IsMixtureError(
+                f"{self._unknown()}, and its own code does not compute their weights ahead of them"
+            )
+        raise self._not_a_sum()
+
+    def _specs_of_sum(self, found: _Sum, values: dict[Value, Tensor]) -> Iterator[LayerSpec]:
+        """Yields the records whose routing gives a sum's weights, of what the layer computes."""
+        others = self.others.of_size(self.x)
+        outputs = self._returned_values(values)
+        rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
+        for scale in dict.fromkeys((1.0, *self.numbers, *rates)):
+            for routing in find_routings(
+                values, found.weights_TE / scale, channels_first=self.channels_first
+            ):
+                own = replace(
+                    routing,
+                    scale=scale,
+                    outputs=outputs,
+                    tokens=found.tokens,
+                    residual=found.residual,
                 )
-            raise self._not_a_sum()
-        return specs
+                with same_draws():
+                    routed = own(self.module, self.x, others)
+                yield self._spec(found.part, found.experts, own, routed)
 
     def specs_of_probes(self) -> list[LayerSpec]:
         """Returns the records that give the layer's numbers by what it does to its experts.
@@ -470,12 +499,16 @@ class LayerTrial:
         )
         for experts in self._experts():
             yield experts, torch.einsum("rte,ted->rtd", dense_RTE, self._each_expert(experts))
+        # One after the other in one call, whose tokens have choices that are none.
+        count = len(routings)
+        most = max(routed.ids.shape[1] for _, routed in routings)
+        missing = [(0, most - routed.ids.shape[1]) for _, routed in routings]
+        ids = [F.pad(r.ids, pad, value=-1) for (_, r), pad in zip(routings, missing, strict=True)]
+        weights = [F.pad(r.weights, pad) for (_, r), pad in zip(routings, missing, strict=True)]
+        chosen = x_TD.repeat(count, 1), torch.cat(ids), torch.cat(weights)
         for candidate in self._experts():
             experts = replace(candidate, options=replace(candidate.options, weight_on_input=True))
-            results = [
-                self._compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings
-            ]
-            yield experts, torch.stack(results)
+            yield experts, self._compute(experts, *chosen).view(count, *x_TD.shape)
 
     def _experts(self) -> list[ExpertsSpec]:
         """Returns the candidates for experts that take the tokens."""

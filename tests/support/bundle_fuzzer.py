@@ -52,8 +52,17 @@ def seed_bundles() -> list[bytes]:
     ]
 
 
-def fuzz(seconds: int, seeds: Sequence[Path], seed: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs the fuzzer; it fails where a sanitizer or a check of the target does."""
+def fuzz(
+    seconds: int, seeds: Sequence[Path], seed: int = 1, *, guided: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs the fuzzer; it fails where a sanitizer or a check of the target does.
+
+    Args:
+        seconds: For so long.
+        seeds: Files of bundles that are mutated.
+        seed: Of the mutations that are not guided.
+        guided: By libFuzzer. Its clang compiles for half a minute what g++ has compiled for others.
+    """
     cuda = build(
         "libcuda.so.1",
         [_NATIVE / "standin.cc"],
@@ -62,7 +71,7 @@ def fuzz(seconds: int, seeds: Sequence[Path], seed: int = 1) -> subprocess.Compl
     environment = {**os.environ, "LD_LIBRARY_PATH": str(cuda.parent)}
     sources = [*_SOURCES, _NATIVE / "fuzz_bundle.cc"]
     with tempfile.TemporaryDirectory(prefix="dynamo-moe-fuzz-") as corpus:
-        if _has_libfuzzer():
+        if guided:
             flags = (*sanitizing(f"fuzzer,{_SANITIZERS}"), "-ldl")
             program = build("fuzz_bundle", sources, *flags, compiler="clang++")
             for at, path in enumerate(seeds):
@@ -109,7 +118,7 @@ def main() -> int:
         for at, content in enumerate(seed_bundles()):
             seeds.append(Path(folder) / f"{at}.moek")
             seeds[-1].write_bytes(content)
-        done = fuzz(int(seconds), seeds)
+        done = fuzz(int(seconds), seeds, guided=_has_libfuzzer())
     sys.stdout.write(done.stdout)
     return done.returncode
 

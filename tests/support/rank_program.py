@@ -153,6 +153,8 @@ def split_tokens() -> None:
             for name in ("w1", "w2"):
                 gradient = gradients[f"1.{name}"].mT[local.share.start : local.share.stop]
                 torch.testing.assert_close(getattr(local.part, name).grad, gradient)
+        if ranks > 2:  # Compiled as for two, which takes each rank a second.
+            continue
         model.eval()
         with torch.no_grad():
             for compiled in (

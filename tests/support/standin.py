@@ -303,7 +303,8 @@ _LINKING = ("-l", "-shared", "-Wl,")
 def build(name: str, sources: list[Path], *flags: str, compiler: str = "g++") -> Path:
     """Compiles C++ sources into build/tests, unless they are already compiled.
 
-    What several results compile with the same flags is compiled once.
+    What several results compile with the same flags is compiled once. Objects are linked as they
+    are.
     """
     digest = _digest(compiler, flags, sources)
     folder = ROOT / "build" / "tests" / digest
@@ -311,14 +312,17 @@ def build(name: str, sources: list[Path], *flags: str, compiler: str = "g++") ->
     if not result.exists():
         folder.mkdir(parents=True, exist_ok=True)
         compiling = [flag for flag in flags if not flag.startswith(_LINKING)]
-        objects = [_compiled(source, compiling, compiler) for source in sources]
+        objects = [
+            source if source.suffix == ".o" else compiled(source, *compiling, compiler=compiler)
+            for source in sources
+        ]
         beside = folder / f"{name}.{os.getpid()}"
         subprocess.run([compiler, *map(str, objects), *flags, "-o", str(beside)], check=True)
         beside.replace(result)
     return result
 
 
-def _compiled(source: Path, flags: list[str], compiler: str) -> Path:
+def compiled(source: Path, *flags: str, compiler: str = "g++") -> Path:
     """The object file of a source; another process that wants the same waits for it."""
     folder = ROOT / "build" / "tests" / "objects"
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
 
+from dynamo_moe.operators.registry import operators as registered
 from dynamo_moe.tracing import translate
 from dynamo_moe.tracing.decomposition import decomposed
 
@@ -36,7 +37,7 @@ def traced(model: nn.Module, *args: Tensor) -> ExportedProgram:
 
 
 def decompose(program: ExportedProgram) -> fx.GraphModule:
-    registry, decompositions = translate._registered(20)
+    registry, decompositions = translate._registered(20, registered())
     is_registered = registry.is_registered
     return decomposed(program.graph_module, is_registered, decompositions, mode_of(program))
 

@@ -134,6 +134,11 @@ DYNAMO_MOE_INLINE void WithCount(std::int64_t count, const Function& call) {
   call(std::integral_constant<std::int64_t, Most>{});
 }
 
+// Bits of the widest vectors for which loops are compiled; tests compile them for narrower ones.
+#ifndef DYNAMO_MOE_WIDEST
+#define DYNAMO_MOE_WIDEST 512
+#endif
+
 #if defined(__x86_64__) && !defined(__clang__)
 template <typename Loop>
 [[gnu::target("avx2,fma")]] void RunForAvx2(const Loop& loop) {
@@ -150,13 +155,9 @@ inline bool HasAvx2() {
 }
 
 inline bool HasAvx512() {
-#ifdef DYNAMO_MOE_NARROW  // So that tests run the narrow loops.
-  return false;
-#else
   return HasAvx2() && __builtin_cpu_supports("avx512f") != 0 &&
          __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
          __builtin_cpu_supports("avx512vl") != 0;
-#endif
 }
 #endif
 
@@ -164,11 +165,15 @@ inline bool HasAvx512() {
 template <typename Loop>
 void ForCpu(const Loop& loop) {
 #if defined(__x86_64__) && !defined(__clang__)
-  if (HasAvx512()) {
-    return RunForAvx512(loop);
+  if constexpr (DYNAMO_MOE_WIDEST >= 512) {
+    if (HasAvx512()) {
+      return RunForAvx512(loop);
+    }
   }
-  if (HasAvx2()) {
-    return RunForAvx2(loop);
+  if constexpr (DYNAMO_MOE_WIDEST >= 256) {
+    if (HasAvx2()) {
+      return RunForAvx2(loop);
+    }
   }
 #endif
   loop(std::integral_constant<std::int64_t, kLanes>{});
