@@ -262,6 +262,22 @@ def test_ties_of_the_models_own_router(tmp_path: Path) -> None:
     assert f"ok but for ties ({tied[0].other_choices})" in str(report.__rich__().columns[-1]._cells)
 
 
+class Viewing(Router):
+    """Views its choices as one axis, as torchtitan does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = (x @ self.router_weight.T).softmax(dim=-1).topk(2, dim=-1)
+        ids = ids.view(-1).view(ids.shape)
+        return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2)
+
+
+def test_ties_of_a_model_that_views_its_choices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Viewing(experts=16)
+    report = dynamo_moe.verify(exported(model, (torch.randn(2, 5, 16),), tmp_path / "m"), model)
+    assert any(case.excepted == "ties" for case in report.cases)
+
+
 @torch.no_grad()
 def test_choices_that_rounding_decides(tmp_path: Path) -> None:
     torch.manual_seed(0)
