@@ -57,6 +57,8 @@ _CASES = (
     _Sizes(4, 19, "causal", scale=20.0, optional=True),
     _Sizes(2, 40, "some", scale=0.01, optional=True),
 )
+# Attention of one head takes 0.3 GB for so many tokens, and 69 GB for 131,072.
+_MOST_NAMED = 8192
 # The least and the greatest integer where nothing is known.
 _SOME = (0, 9)
 # Of more integers, which come next is not remembered.
@@ -130,8 +132,9 @@ def random_inputs(
     Floats are normally distributed, of three scales, and some rows are zeros, if that is wanted.
     Masks, which the example or their dtype shows, hide tokens at the beginning, at the end or
     anywhere, but never all; the first case's hide none. Ids are below the size of what they index,
-    where the graph shows it, else between the least and the greatest of the example's. One case is
-    longer than any size that a condition of the trace names.
+    where the graph shows it, else between the least and the greatest of the example's. For each
+    symbol but the batch, one case has it larger than any size that a condition of the trace names,
+    and the others 1: which of them is the batch under another name is not known.
 
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
@@ -139,15 +142,19 @@ def random_inputs(
     sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
     symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
     named = json.loads(model.metadata_props.get(SIZES_KEY, "0"))
-    beyond = [_Sizes(1, named + 1, optional=True)] if named else []
+    # Each symbol has a size of its own, so that axes taken for one another show.
+    numbered = list(enumerate(sorted(symbols - {BATCH})))
+    trials = [
+        (case, {symbol: 1 if case.other == 1 else case.other + place for place, symbol in numbered})
+        for case in _CASES
+    ]
+    if 0 < named <= _MOST_NAMED:
+        alone = dict.fromkeys(symbols, 1)
+        beyond = _Sizes(1, named + 1, optional=True)
+        trials += [(beyond, {**alone, symbol: beyond.other}) for _, symbol in numbered]
     roles = _Roles(model, seed, rows_of_zeros=rows_of_zeros)
     cases = []
-    for case in (*_CASES, *beyond):
-        # Each symbol has a size of its own, so that axes taken for one another show.
-        numbered = enumerate(sorted(symbols - {BATCH}))
-        chosen = {
-            symbol: 1 if case.other == 1 else case.other + number for number, symbol in numbered
-        }
+    for case, chosen in trials:
         chosen[BATCH] = case.batch
         inputs = {
             name: roles.drawn(

@@ -215,6 +215,18 @@ def test_a_size_that_a_condition_names(tmp_path: Path) -> None:
         dynamo_moe.verify(path, Table())
 
 
+def test_a_batch_of_another_name_is_not_as_long_as_a_sequence(tmp_path: Path) -> None:
+    class Limited(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[1] <= 300 else x * 2.0
+
+    path = tmp_path / "m.onnx"
+    shapes = {"x": {0: "rows", 1: "tokens"}}
+    dynamo_moe.export(Limited(), (torch.randn(2, 5, 4),), path, dynamic_shapes=shapes)
+    cases = dynamo_moe.verify(path, Limited()).cases
+    assert [case.shapes["x"] for case in cases[-2:]] == [(301, 1, 4), (1, 301, 4)]
+
+
 # --- Right files ---
 
 
