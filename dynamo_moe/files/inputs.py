@@ -24,6 +24,8 @@ MASKS_KEY = "dynamo_moe.masks"
 """Metadata key: by input, what an additive mask of the example has where tokens are hidden."""
 SIZES_KEY = "dynamo_moe.sizes"
 """Metadata key: the greatest size that a condition of the model's trace names."""
+EXAMPLE_KEY = "dynamo_moe.example_sizes"
+"""Metadata key: the example's size of every symbolic dimension but the batch."""
 
 Pattern = Literal["full", "right", "left", "causal", "some"]
 """Which tokens a mask leaves: all; the first of each row; the last; those up to each token's own,
@@ -57,6 +59,8 @@ _CASES = (
     _Sizes(4, 19, "causal", scale=20.0, optional=True),
     _Sizes(2, 40, "some", scale=0.01, optional=True),
 )
+# For a model that refuses others: the example's sizes, or twice these, and no batch of 1.
+_LIKE_EXAMPLE = (_Sizes(2, 1), _Sizes(3, 2, "right", optional=True))
 # Attention of one head takes 0.3 GB for so many tokens, and 69 GB for 131,072.
 _MOST_NAMED = 8192
 # The least and the greatest integer where nothing is known.
@@ -112,7 +116,15 @@ def store(model: ir.Model, example: Sequence[Tensor], sizes: Collection[int] = (
         if tensor.is_floating_point() and (hidden := _hiding(name, tensor))
     }
     named = max((size for size in sizes if size >= _CASES[-1].other), default=None)
-    for key, value in ((KEY, ranges), (MASKS_KEY, masks), (SIZES_KEY, named)):
+    of_example = {
+        name: size
+        for value, tensor in zip(model.graph.inputs, example, strict=False)
+        for symbol, size in zip(value.shape or (), tensor.shape, strict=False)
+        if not isinstance(symbol, int) and (name := str(symbol.value)).isidentifier()
+        if name != BATCH
+    }
+    entries = ((KEY, ranges), (MASKS_KEY, masks), (SIZES_KEY, named), (EXAMPLE_KEY, of_example))
+    for key, value in entries:
         if value:
             model.metadata_props[key] = json.dumps(value)
 
@@ -125,7 +137,11 @@ def _hiding(name: str, tensor: Tensor) -> float:
 
 
 def random_inputs(
-    model: ir.Model, seed: int = 20, *, rows_of_zeros: bool = True
+    model: ir.Model,
+    seed: int = 20,
+    *,
+    rows_of_zeros: bool = True,
+    like_example: bool = False,
 ) -> list[DrawnCase]:
     """Returns cases of several batch sizes and lengths, the same for a seed.
 
@@ -136,22 +152,20 @@ def random_inputs(
     symbol but the batch, one case has it larger than any size that a condition of the trace names,
     and the others 1: which of them is the batch under another name is not known.
 
+    Args:
+        model: The model.
+        seed: Of the generator.
+        rows_of_zeros: Whether some rows of floats are zeros.
+        like_example: Whether dimensions are instead as large as the example's, or twice that, and
+            batches larger than 1: there are models that take pictures of some sizes alone, or that
+            squeeze a batch of 1.
+
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
     """
     sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
     symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
-    named = json.loads(model.metadata_props.get(SIZES_KEY, "0"))
-    # Each symbol has a size of its own, so that axes taken for one another show.
-    numbered = list(enumerate(sorted(symbols - {BATCH})))
-    trials = [
-        (case, {symbol: 1 if case.other == 1 else case.other + place for place, symbol in numbered})
-        for case in _CASES
-    ]
-    if 0 < named <= _MOST_NAMED:
-        alone = dict.fromkeys(symbols, 1)
-        beyond = _Sizes(1, named + 1, optional=True)
-        trials += [(beyond, {**alone, symbol: beyond.other}) for _, symbol in numbered]
+    trials = (_like_example if like_example else _of_many_sizes)(model, sorted(symbols - {BATCH}))
     roles = _Roles(model, seed, rows_of_zeros=rows_of_zeros)
     cases = []
     for case, chosen in trials:
@@ -164,6 +178,27 @@ def random_inputs(
         }
         cases.append(DrawnCase(inputs, case.optional, roles.tokens_kept(inputs)))
     return cases
+
+
+def _of_many_sizes(model: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, dict[str, int]]]:
+    # Each symbol has a size of its own, so that axes taken for one another show.
+    trials = [
+        (case, {name: 1 if case.other == 1 else case.other + i for i, name in enumerate(symbols)})
+        for case in _CASES
+    ]
+    named = json.loads(model.metadata_props.get(SIZES_KEY, "0"))
+    if 0 < named <= _MOST_NAMED:
+        beyond = _Sizes(1, named + 1, optional=True)
+        alone = dict.fromkeys(symbols, 1)
+        trials += [(beyond, {**alone, symbol: beyond.other}) for symbol in symbols]
+    return trials
+
+
+def _like_example(model: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, dict[str, int]]]:
+    sizes = json.loads(model.metadata_props.get(EXAMPLE_KEY, "{}"))
+    if not sizes.keys() >= set(symbols):
+        return []
+    return [(case, {name: case.other * sizes[name] for name in symbols}) for case in _LIKE_EXAMPLE]
 
 
 def _sizes(value: ir.Value) -> list[int | str]:
