@@ -24,8 +24,6 @@ MASKS_KEY = "dynamo_moe.masks"
 """Metadata key: by input, what an additive mask of the example has where tokens are hidden."""
 SIZES_KEY = "dynamo_moe.sizes"
 """Metadata key: the greatest size that a condition of the model's trace names."""
-EXAMPLE_KEY = "dynamo_moe.example_sizes"
-"""Metadata key: the example's size of every symbolic dimension but the batch."""
 
 Pattern = Literal["full", "right", "left", "causal", "some"]
 """Which tokens a mask leaves: all; the first of each row; the last; those up to each token's own,
@@ -59,8 +57,9 @@ _CASES = (
     _Sizes(4, 19, "causal", scale=20.0, optional=True),
     _Sizes(2, 40, "some", scale=0.01, optional=True),
 )
-# For a model that refuses others: the example's sizes, or twice these, and no batch of 1.
-_LIKE_EXAMPLE = (_Sizes(2, 1), _Sizes(3, 2, "right", optional=True))
+# Multiples of what networks divide a picture's sides by: 32, and patches and windows of 7 or 14.
+# Volumes of three such sides would take gigabytes.
+_SIDE, _SIDE_OF_VOLUME = 224, 32
 # Attention of one head takes 0.3 GB for so many tokens, and 69 GB for 131,072.
 _MOST_NAMED = 8192
 # The least and the greatest integer where nothing is known.
@@ -116,15 +115,7 @@ def store(model: ir.Model, example: Sequence[Tensor], sizes: Collection[int] = (
         if tensor.is_floating_point() and (hidden := _hiding(name, tensor))
     }
     named = max((size for size in sizes if size >= _CASES[-1].other), default=None)
-    of_example = {
-        name: size
-        for value, tensor in zip(model.graph.inputs, example, strict=False)
-        for symbol, size in zip(value.shape or (), tensor.shape, strict=False)
-        if not isinstance(symbol, int) and (name := str(symbol.value)).isidentifier()
-        if name != BATCH
-    }
-    entries = ((KEY, ranges), (MASKS_KEY, masks), (SIZES_KEY, named), (EXAMPLE_KEY, of_example))
-    for key, value in entries:
+    for key, value in ((KEY, ranges), (MASKS_KEY, masks), (SIZES_KEY, named)):
         if value:
             model.metadata_props[key] = json.dumps(value)
 
@@ -141,7 +132,7 @@ def random_inputs(
     seed: int = 20,
     *,
     rows_of_zeros: bool = True,
-    like_example: bool = False,
+    as_pictures: bool = False,
 ) -> list[DrawnCase]:
     """Returns cases of several batch sizes and lengths, the same for a seed.
 
@@ -156,16 +147,15 @@ def random_inputs(
         model: The model.
         seed: Of the generator.
         rows_of_zeros: Whether some rows of floats are zeros.
-        like_example: Whether dimensions are instead as large as the example's, or twice that, and
-            batches larger than 1: there are models that take pictures of some sizes alone, or that
-            squeeze a batch of 1.
+        as_pictures: Whether the sizes are such as the sides of pictures have, and batches larger
+            than 1, for models that refuse others.
 
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
     """
     sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
     symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
-    trials = (_like_example if like_example else _of_many_sizes)(model, sorted(symbols - {BATCH}))
+    trials = (_of_pictures if as_pictures else _of_many_sizes)(model, sorted(symbols - {BATCH}))
     roles = _Roles(model, seed, rows_of_zeros=rows_of_zeros)
     cases = []
     for case, chosen in trials:
@@ -194,11 +184,13 @@ def _of_many_sizes(model: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, di
     return trials
 
 
-def _like_example(model: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, dict[str, int]]]:
-    sizes = json.loads(model.metadata_props.get(EXAMPLE_KEY, "{}"))
-    if not sizes.keys() >= set(symbols):
-        return []
-    return [(case, {name: case.other * sizes[name] for name in symbols}) for case in _LIKE_EXAMPLE]
+def _of_pictures(_: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, dict[str, int]]]:
+    unit = _SIDE if len(symbols) < 3 else _SIDE_OF_VOLUME
+    sides = [unit * number for number in range(1, len(symbols) + 1)]
+    return [
+        (_Sizes(2, unit), dict(zip(symbols, sides, strict=True))),
+        (_Sizes(3, unit, scale=20.0), dict(zip(symbols, reversed(sides), strict=True))),
+    ]
 
 
 def _sizes(value: ir.Value) -> list[int | str]:

@@ -84,13 +84,13 @@ def verify(
         inputs: Cases to run, each a tuple of positional arguments or a mapping of keyword
             arguments. None: random ones of several batch sizes and lengths, up to 40 and beyond any
             size that a condition of the model's trace names; the longer ones are left out where the
-            model refuses them. If it refuses short ones, or a batch of 1, they are of the example's
-            sizes instead, and twice these. They are drawn for the file's inputs: floats from a
-            normal distribution, of three scales, some rows zero; masks (booleans, integers of 0 and
-            1, and floats that are 0 or below -1e4 in the example) hide tokens at the beginning, at
-            the end or anywhere, but never all; other integers are below the size of what they
-            index, else between the least and the greatest of the example's (0..9 where these are
-            unknown or 0).
+            model refuses them. If it refuses short ones, or a batch of 1, batches are of 2 and 3
+            and sizes multiples of 224, or of 32 if there are three and more. They are drawn for the
+            file's inputs: floats from a normal distribution, of three scales, some rows zero; masks
+            (booleans, integers of 0 and 1, and floats that are 0 or below -1e4 in the example) hide
+            tokens at the beginning, at the end or anywhere, but never all; other integers are below
+            the size of what they index, else between the least and the greatest of the example's
+            (0..9 where these are unknown or 0).
         reference: A model with the same arguments that the file must agree with instead, such as
             a copy made before :func:`convert`. The routing is still compared with ``model``, whose
             own error is reported too.
@@ -162,10 +162,10 @@ def verify(
         try:
             results = [_verified(file, models, trial, tolerance) for trial in trials]
         except _RefusedSizesError:
-            like_example = [] if exchange else _drawn(proto, like_example=True)
-            if not like_example:
+            if exchange is not None:
                 raise
-            results = [None, *(_verified(file, models, trial, tolerance) for trial in like_example)]
+            trials = _drawn(proto, as_pictures=True)
+            results = [None, *(_verified(file, models, trial, tolerance) for trial in trials)]
         computed, expanded = (
             file.moe_nodes() if library and isinstance(file, _LoadedFile) else (None, ())
         )
@@ -296,11 +296,11 @@ def _trials(
     return [_Trial(case.inputs, True, case.optional, case.kept) for case in cases]
 
 
-def _drawn(proto: onnx.ModelProto, *, like_example: bool = False) -> list[_Trial]:
+def _drawn(proto: onnx.ModelProto, *, as_pictures: bool = False) -> list[_Trial]:
     # A runtime's own operator has an order of its own for equal scores.
     rows_of_zeros = not _foreign_targets(proto)
     model = ir.from_proto(proto)
-    cases = random_inputs(model, rows_of_zeros=rows_of_zeros, like_example=like_example)
+    cases = random_inputs(model, rows_of_zeros=rows_of_zeros, as_pictures=as_pictures)
     return [_Trial(case.inputs, True, case.optional, case.kept) for case in cases]
 
 
