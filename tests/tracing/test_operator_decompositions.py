@@ -104,7 +104,9 @@ def distances(x: Tensor) -> tuple[Tensor, ...]:
 
 def of_mixed_dtypes(x: Tensor) -> tuple[Tensor, ...]:
     counts = (x > 0).sum(0)
-    return torch.divide(x, counts + 1), torch.subtract(x, counts), torch.greater(x, counts)
+    outer = torch.einsum("i,j->ij", torch.arange(4), x[0, 0, 0])
+    quotients = torch.divide(x, counts + 1)
+    return quotients, torch.subtract(x, counts), torch.greater(x, counts), outer
 
 
 def numbers_first(x: Tensor) -> tuple[Tensor, ...]:
