@@ -278,9 +278,21 @@ def adaptive_windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tens
     return indices * size // number, ((indices + 1) * size + number - 1) // number
 
 
+def _has_unknown_windows(x: Tensor, output_size: Sequence[int]) -> bool:
+    # PyTorch's decomposition asks whether they divide the size, and fixes it.
+    sizes = zip(x.shape[-len(output_size) :], output_size, strict=True)
+    return any(number != 1 and not isinstance(size, int) for size, number in sizes)
+
+
 @decomposes(_aten._adaptive_avg_pool3d.default)
-def _adaptive_avg_pool3d(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    for dim, number in zip((-3, -2, -1), output_size, strict=True):
+@decomposes(
+    _aten.adaptive_avg_pool1d.default,
+    _aten.adaptive_avg_pool2d.default,
+    _aten._adaptive_avg_pool2d.default,
+    when=_has_unknown_windows,
+)
+def _adaptive_average(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    for dim, number in enumerate(output_size, -len(output_size)):
         size = x.shape[dim]
         begins, ends = adaptive_windows(size, number, x)
         positions = torch.arange(size, device=x.device)[:, None]

@@ -29,7 +29,8 @@ def cropped(x: Tensor) -> tuple[Tensor, Tensor]:
 def adaptive(x: Tensor) -> tuple[Tensor, ...]:
     values, indices = F.adaptive_max_pool2d(x, (3, 2), return_indices=True)
     volume = F.adaptive_avg_pool3d(x.unsqueeze(0), (2, 3, 2))
-    return values, indices, volume, F.adaptive_max_pool1d(x[0], 3)
+    averages = F.adaptive_avg_pool2d(x, (3, 1)), F.adaptive_avg_pool1d(x[0], 2)
+    return values, indices, volume, F.adaptive_max_pool1d(x[0], 3), *averages
 
 
 def divided(x: Tensor) -> tuple[Tensor, Tensor]:
