@@ -155,7 +155,10 @@ def random_inputs(
     """
     sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
     symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
-    trials = (_of_pictures if as_pictures else _of_many_sizes)(model, sorted(symbols - {BATCH}))
+    if as_pictures:
+        trials = _of_pictures(symbols, {sizes[0] for sizes in sizes_of.values() if sizes})
+    else:
+        trials = _of_many_sizes(model, sorted(symbols - {BATCH}))
     roles = _Roles(model, seed, rows_of_zeros=rows_of_zeros)
     cases = []
     for case, chosen in trials:
@@ -184,13 +187,16 @@ def _of_many_sizes(model: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, di
     return trials
 
 
-def _of_pictures(_: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, dict[str, int]]]:
-    unit = _SIDE if len(symbols) < 3 else _SIDE_OF_VOLUME
-    sides = [unit * number for number in range(1, len(symbols) + 1)]
-    return [
-        (_Sizes(2, unit), dict(zip(symbols, sides, strict=True))),
-        (_Sizes(3, unit, scale=20.0), dict(zip(symbols, reversed(sides), strict=True))),
+def _of_pictures(symbols: set[str], first: set[Any]) -> list[tuple[_Sizes, dict[str, int]]]:
+    batch = first & symbols if len(first) == 1 else {BATCH}
+    names = sorted(symbols - batch)
+    unit = _SIDE if len(names) < 3 else _SIDE_OF_VOLUME
+    sides = [unit * number for number in range(1, len(names) + 1)]
+    cases = [
+        (_Sizes(2, unit), dict(zip(names, sides, strict=True))),
+        (_Sizes(3, unit, scale=20.0), dict(zip(names, reversed(sides), strict=True))),
     ]
+    return [(case, {**sizes, **dict.fromkeys(batch, case.batch)}) for case, sizes in cases]
 
 
 def _sizes(value: ir.Value) -> list[int | str]:

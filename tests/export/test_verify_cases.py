@@ -369,7 +369,7 @@ class Squeezing(nn.Module):
 @pytest.mark.parametrize(
     ("model", "shape", "axes", "sizes"),
     [
-        (OnlyEven(), (1, 3, 8, 6), {2: "h", 3: "w"}, [(2, 3, 224, 448), (3, 3, 448, 224)]),
+        (OnlyEven(), (2, 3, 8, 6), {0: "b", 2: "h", 3: "w"}, [(2, 3, 224, 448), (3, 3, 448, 224)]),
         (Squeezing(), (2, 3, 4), {}, [(2, 3, 4), (3, 3, 4)]),
     ],
     ids=["pictures of even sizes", "a squeezed batch"],
