@@ -562,6 +562,12 @@ def _topk(
     return values.to(x.dtype), indices
 
 
+@decomposes(_aten.sort.default, when=lambda x, *_, **__: x.dtype == torch.bfloat16)
+def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(x.float(), dim, descending)
+    return values.to(x.dtype), indices
+
+
 @decomposes(_aten.sort.stable)
 def _stable_sort(
     x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
@@ -569,6 +575,33 @@ def _stable_sort(
     # Becomes TopK, which the standard has take the lower index first.
     values, indices = torch.sort(x, dim, descending)
     return values, indices
+
+
+@decomposes(_aten.kthvalue.default)
+def _kth_value(x: Tensor, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(x.reshape(1) if not x.ndim else x, dim)
+    place = torch.zeros(1, dtype=torch.int64, device=x.device) + (k - 1)
+    kth = values.index_select(dim, place), indices.index_select(dim, place)
+    if keepdim and x.ndim:
+        return kth
+    return kth[0].squeeze(dim), kth[1].squeeze(dim)
+
+
+@decomposes(_aten.median.dim)
+def _median(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    middle = (x.shape[dim] + 1) // 2 if x.ndim else 1
+    values, indices = _kth_value(x, middle, dim, keepdim)  # PyTorch's operator fixes k.
+    if not x.is_floating_point():
+        return values, indices
+    is_nan = x.isnan()
+    has_nan = is_nan.any(dim, keepdim)
+    places = is_nan.long().argmax(dim, keepdim)
+    return values.masked_fill(has_nan, math.nan), torch.where(has_nan, places, indices)
+
+
+@decomposes(_aten.median.default)
+def _median_of_all(x: Tensor) -> Tensor:
+    return torch.median(x.flatten(), 0).values
 
 
 # --- Padding and cropping ---
