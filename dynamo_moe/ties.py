@@ -34,7 +34,9 @@ class TiesByIndex(TorchDispatchMode):
         values, indices = scores.sort(dim=dim, descending=descending, stable=True)
         ranked = values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
         self.found |= not torch.equal(ranked[1], result[1])
-        return ranked
+        for tensor, rank in zip(result, ranked, strict=True):
+            tensor.copy_(rank)  # Of PyTorch's strides, which a ``view`` of the model may need.
+        return result
 
 
 def _top(

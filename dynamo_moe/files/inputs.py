@@ -57,6 +57,11 @@ _CASES = (
     _Sizes(4, 19, "causal", scale=20.0, optional=True),
     _Sizes(2, 40, "some", scale=0.01, optional=True),
 )
+# Multiples of what networks divide a picture's sides by: 32, and patches and windows of 7 or 14.
+# Volumes of three such sides would take gigabytes.
+_SIDE, _SIDE_OF_VOLUME = 224, 32
+# Attention of one head takes 0.3 GB for so many tokens, and 69 GB for 131,072.
+_MOST_NAMED = 8192
 # The least and the greatest integer where nothing is known.
 _SOME = (0, 9)
 # Of more integers, which come next is not remembered.
@@ -123,31 +128,40 @@ def _hiding(name: str, tensor: Tensor) -> float:
 
 
 def random_inputs(
-    model: ir.Model, seed: int = 20, *, rows_of_zeros: bool = True
+    model: ir.Model,
+    seed: int = 20,
+    *,
+    rows_of_zeros: bool = True,
+    as_pictures: bool = False,
 ) -> list[DrawnCase]:
     """Returns cases of several batch sizes and lengths, the same for a seed.
 
     Floats are normally distributed, of three scales, and some rows are zeros, if that is wanted.
     Masks, which the example or their dtype shows, hide tokens at the beginning, at the end or
     anywhere, but never all; the first case's hide none. Ids are below the size of what they index,
-    where the graph shows it, else between the least and the greatest of the example's. One case is
-    longer than any size that a condition of the trace names.
+    where the graph shows it, else between the least and the greatest of the example's. For each
+    symbol but the batch, one case has it larger than any size that a condition of the trace names,
+    and the others 1: which of them is the batch under another name is not known.
+
+    Args:
+        model: The model.
+        seed: Of the generator.
+        rows_of_zeros: Whether some rows of floats are zeros.
+        as_pictures: Whether the sizes are such as the sides of pictures have, and batches larger
+            than 1, for models that refuse others.
 
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
     """
     sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
     symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
-    named = json.loads(model.metadata_props.get(SIZES_KEY, "0"))
-    beyond = [_Sizes(1, named + 1, optional=True)] if named else []
+    if as_pictures:
+        trials = _of_pictures(symbols, {sizes[0] for sizes in sizes_of.values() if sizes})
+    else:
+        trials = _of_many_sizes(model, sorted(symbols - {BATCH}))
     roles = _Roles(model, seed, rows_of_zeros=rows_of_zeros)
     cases = []
-    for case in (*_CASES, *beyond):
-        # Each symbol has a size of its own, so that axes taken for one another show.
-        numbered = enumerate(sorted(symbols - {BATCH}))
-        chosen = {
-            symbol: 1 if case.other == 1 else case.other + number for number, symbol in numbered
-        }
+    for case, chosen in trials:
         chosen[BATCH] = case.batch
         inputs = {
             name: roles.drawn(
@@ -157,6 +171,32 @@ def random_inputs(
         }
         cases.append(DrawnCase(inputs, case.optional, roles.tokens_kept(inputs)))
     return cases
+
+
+def _of_many_sizes(model: ir.Model, symbols: list[str]) -> list[tuple[_Sizes, dict[str, int]]]:
+    # Each symbol has a size of its own, so that axes taken for one another show.
+    trials = [
+        (case, {name: 1 if case.other == 1 else case.other + i for i, name in enumerate(symbols)})
+        for case in _CASES
+    ]
+    named = json.loads(model.metadata_props.get(SIZES_KEY, "0"))
+    if 0 < named <= _MOST_NAMED:
+        beyond = _Sizes(1, named + 1, optional=True)
+        alone = dict.fromkeys(symbols, 1)
+        trials += [(beyond, {**alone, symbol: beyond.other}) for symbol in symbols]
+    return trials
+
+
+def _of_pictures(symbols: set[str], first: set[Any]) -> list[tuple[_Sizes, dict[str, int]]]:
+    batch = first & symbols if len(first) == 1 else {BATCH}
+    names = sorted(symbols - batch)
+    unit = _SIDE if len(names) < 3 else _SIDE_OF_VOLUME
+    sides = [unit * number for number in range(1, len(names) + 1)]
+    cases = [
+        (_Sizes(2, unit), dict(zip(names, sides, strict=True))),
+        (_Sizes(3, unit, scale=20.0), dict(zip(names, reversed(sides), strict=True))),
+    ]
+    return [(case, {**sizes, **dict.fromkeys(batch, case.batch)}) for case, sizes in cases]
 
 
 def _sizes(value: ir.Value) -> list[int | str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -112,6 +112,16 @@ def _subtract_from(x: Tensor, number: float, alpha: float = 1) -> Any:
 )
 def _floor_divide(x: Any, y: Any) -> Any:
     return torch.floor_divide(*_promoted(x, y))
+
+
+def _of_several_dtypes(_: str, tensors: Sequence[Tensor], **__: Any) -> bool:
+    return len({tensor.dtype for tensor in tensors}) > 1
+
+
+@decomposes(_aten.einsum.default, when=_of_several_dtypes)
+def _einsum(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return _aten.einsum(equation, [tensor.to(dtype) for tensor in tensors])
 
 
 def _is_not_one(x: Tensor, dim: int) -> bool:
@@ -268,9 +278,21 @@ def adaptive_windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tens
     return indices * size // number, ((indices + 1) * size + number - 1) // number
 
 
+def _has_unknown_windows(x: Tensor, output_size: Sequence[int]) -> bool:
+    # PyTorch's decomposition asks whether they divide the size, and fixes it.
+    sizes = zip(x.shape[-len(output_size) :], output_size, strict=True)
+    return any(number != 1 and not isinstance(size, int) for size, number in sizes)
+
+
 @decomposes(_aten._adaptive_avg_pool3d.default)
-def _adaptive_avg_pool3d(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    for dim, number in zip((-3, -2, -1), output_size, strict=True):
+@decomposes(
+    _aten.adaptive_avg_pool1d.default,
+    _aten.adaptive_avg_pool2d.default,
+    _aten._adaptive_avg_pool2d.default,
+    when=_has_unknown_windows,
+)
+def _adaptive_average(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    for dim, number in enumerate(output_size, -len(output_size)):
         size = x.shape[dim]
         begins, ends = adaptive_windows(size, number, x)
         positions = torch.arange(size, device=x.device)[:, None]
@@ -540,6 +562,12 @@ def _topk(
     return values.to(x.dtype), indices
 
 
+@decomposes(_aten.sort.default, when=lambda x, *_, **__: x.dtype == torch.bfloat16)
+def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(x.float(), dim, descending)
+    return values.to(x.dtype), indices
+
+
 @decomposes(_aten.sort.stable)
 def _stable_sort(
     x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
@@ -547,6 +575,33 @@ def _stable_sort(
     # Becomes TopK, which the standard has take the lower index first.
     values, indices = torch.sort(x, dim, descending)
     return values, indices
+
+
+@decomposes(_aten.kthvalue.default)
+def _kth_value(x: Tensor, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(x.reshape(1) if not x.ndim else x, dim)
+    place = torch.zeros(1, dtype=torch.int64, device=x.device) + (k - 1)
+    kth = values.index_select(dim, place), indices.index_select(dim, place)
+    if keepdim and x.ndim:
+        return kth
+    return kth[0].squeeze(dim), kth[1].squeeze(dim)
+
+
+@decomposes(_aten.median.dim)
+def _median(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    middle = (x.shape[dim] + 1) // 2 if x.ndim else 1
+    values, indices = _kth_value(x, middle, dim, keepdim)  # PyTorch's operator fixes k.
+    if not x.is_floating_point():
+        return values, indices
+    is_nan = x.isnan()
+    has_nan = is_nan.any(dim, keepdim)
+    places = is_nan.long().argmax(dim, keepdim)
+    return values.masked_fill(has_nan, math.nan), torch.where(has_nan, places, indices)
+
+
+@decomposes(_aten.median.default)
+def _median_of_all(x: Tensor) -> Tensor:
+    return torch.median(x.flatten(), 0).values
 
 
 # --- Padding and cropping ---

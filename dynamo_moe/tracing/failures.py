@@ -84,7 +84,11 @@ def explain(error: BaseException) -> str:
     if isinstance(error, NodeError | UnfollowedError):
         return str(error)
     if isinstance(error, FixedSizeError):
-        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
+        return (
+            f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}, or, "
+            "for the sizes that the decision is right for, with Dim('name', max=...) or "
+            "16 * Dim('name')"
+        )
     cause = str(error.__cause__ or error).strip()
     line = model_line(error)
     where = f" at {line}" if line else ""

@@ -84,11 +84,13 @@ def verify(
         inputs: Cases to run, each a tuple of positional arguments or a mapping of keyword
             arguments. None: random ones of several batch sizes and lengths, up to 40 and beyond any
             size that a condition of the model's trace names; the longer ones are left out where the
-            model refuses them. They are drawn for the file's inputs: floats from a normal
-            distribution, of three scales, some rows zero; masks (booleans, integers of 0 and 1, and
-            floats that are 0 or below -1e4 in the example) hide tokens at the beginning, at the end
-            or anywhere, but never all; other integers are below the size of what they index, else
-            between the least and the greatest of the example's (0..9 where these are unknown or 0).
+            model refuses them. If it refuses short ones, or a batch of 1, batches are of 2 and 3
+            and sizes multiples of 224, or of 32 if there are three and more. They are drawn for the
+            file's inputs: floats from a normal distribution, of three scales, some rows zero; masks
+            (booleans, integers of 0 and 1, and floats that are 0 or below -1e4 in the example) hide
+            tokens at the beginning, at the end or anywhere, but never all; other integers are below
+            the size of what they index, else between the least and the greatest of the example's
+            (0..9 where these are unknown or 0).
         reference: A model with the same arguments that the file must agree with instead, such as
             a copy made before :func:`convert`. The routing is still compared with ``model``, whose
             own error is reported too.
@@ -157,7 +159,13 @@ def verify(
             else _LoadedRanks(path, proto, runtime, exchange)
         )
         models = _Models(model, reference, len(proto.graph.output), exchange)
-        results = [_verified(file, models, trial, tolerance) for trial in trials]
+        try:
+            results = [_verified(file, models, trial, tolerance) for trial in trials]
+        except _RefusedSizesError:
+            if exchange is not None:
+                raise
+            trials = _drawn(proto, as_pictures=True)
+            results = [None, *(_verified(file, models, trial, tolerance) for trial in trials)]
         computed, expanded = (
             file.moe_nodes() if library and isinstance(file, _LoadedFile) else (None, ())
         )
@@ -281,13 +289,18 @@ def _trials(
     if inputs is not None:
         return [_Trial(case) for case in _checked(inputs)]
     if role is None:
-        # A runtime's own operator has an order of its own for equal scores.
-        rows_of_zeros = not _foreign_targets(proto)
-        cases = random_inputs(ir.from_proto(proto), rows_of_zeros=rows_of_zeros)
-    else:
-        # ONNX Runtime's own attention goes on with one sequence at a time, but for single tokens.
-        grouped = any(ONNXRUNTIME_ATTENTION.is_of(node.domain, node.op_type) for node in graph.node)
-        cases = language_models.verification_cases(models[0], one_goes_on=grouped)
+        return _drawn(proto)
+    # ONNX Runtime's own attention goes on with one sequence at a time, but for single tokens.
+    grouped = any(ONNXRUNTIME_ATTENTION.is_of(node.domain, node.op_type) for node in graph.node)
+    cases = language_models.verification_cases(models[0], one_goes_on=grouped)
+    return [_Trial(case.inputs, True, case.optional, case.kept) for case in cases]
+
+
+def _drawn(proto: onnx.ModelProto, *, as_pictures: bool = False) -> list[_Trial]:
+    # A runtime's own operator has an order of its own for equal scores.
+    rows_of_zeros = not _foreign_targets(proto)
+    model = ir.from_proto(proto)
+    cases = random_inputs(model, rows_of_zeros=rows_of_zeros, as_pictures=as_pictures)
     return [_Trial(case.inputs, True, case.optional, case.kept) for case in cases]
 
 
@@ -587,6 +600,10 @@ def _to_torch(array: np.ndarray) -> Tensor:
 # --- Both ---
 
 
+class _RefusedSizesError(ValueError):
+    """The model does not take inputs that were drawn."""
+
+
 def _verified(
     file: _LoadedFile | _LoadedRanks, models: _Models, trial: _Trial, bound: Tolerance
 ) -> CaseResult | None:
@@ -599,7 +616,7 @@ def _verified(
             return None
         refuses = trial.is_drawn or isinstance(error, IndexError)  # Ids beyond an embedding.
         if refuses and not isinstance(error, RankError):
-            raise ValueError(
+            raise (_RefusedSizesError if trial.is_drawn else ValueError)(
                 f"the model does not take these inputs ({error}): pass inputs of your own, as in "
                 f"{_call(feeds)}"
             ) from error

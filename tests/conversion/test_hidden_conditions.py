@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import dynamo_moe
+from dynamo_moe.conversion.comparison import TOLERANCE, compare_shapes, relative_error
 
 
 class Mixture(nn.Module):
@@ -138,3 +139,21 @@ def test_the_report_says_where_scores_are_equal() -> None:
     console.print(report)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"Scores were equal for {large} in each; {zeros} in 0, 1; random tokens in 1." in shown
+
+
+def test_large_logits_may_differ_by_rounding_and_by_no_more() -> None:
+    torch.manual_seed(0)
+    w_DE = torch.randn(64, 1) + 1e-4 * torch.randn(64, 4)
+    values_ED = torch.randn(4, 64)
+
+    def layer(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        return (x.to(dtype) @ w_DE.to(dtype)).float().softmax(dim=-1) @ values_ED
+
+    def rounded(x: Tensor) -> Tensor:
+        return layer(x, torch.float32)
+
+    x = 0.005 * torch.randn(2, 5, 64)
+    assert relative_error(rounded(1e4 * x), layer(1e4 * x)) > TOLERANCE
+    compare_shapes(layer, rounded, x, "a layer", extremes=[1e4])
+    with pytest.raises(ValueError, match="10000 times random tokens"):
+        compare_shapes(layer, lambda x: layer(x) * (1 + 1e-2 * (x > 100)), x, "a", extremes=[1e4])

@@ -215,6 +215,18 @@ def test_a_size_that_a_condition_names(tmp_path: Path) -> None:
         dynamo_moe.verify(path, Table())
 
 
+def test_a_batch_of_another_name_is_not_as_long_as_a_sequence(tmp_path: Path) -> None:
+    class Limited(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[1] <= 300 else x * 2.0
+
+    path = tmp_path / "m.onnx"
+    shapes = {"x": {0: "rows", 1: "tokens"}}
+    dynamo_moe.export(Limited(), (torch.randn(2, 5, 4),), path, dynamic_shapes=shapes)
+    cases = dynamo_moe.verify(path, Limited()).cases
+    assert [case.shapes["x"] for case in cases[-2:]] == [(301, 1, 4), (1, 301, 4)]
+
+
 # --- Right files ---
 
 
@@ -260,6 +272,22 @@ def test_ties_of_the_models_own_router(tmp_path: Path) -> None:
     assert tied
     assert all(case.other_choices for case in tied)
     assert f"ok but for ties ({tied[0].other_choices})" in str(report.__rich__().columns[-1]._cells)
+
+
+class Viewing(Router):
+    """Views its choices as one axis, as torchtitan does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = (x @ self.router_weight.T).softmax(dim=-1).topk(2, dim=-1)
+        ids = ids.view(-1).view(ids.shape)
+        return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2)
+
+
+def test_ties_of_a_model_that_views_its_choices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Viewing(experts=16)
+    report = dynamo_moe.verify(exported(model, (torch.randn(2, 5, 16),), tmp_path / "m"), model)
+    assert any(case.excepted == "ties" for case in report.cases)
 
 
 @torch.no_grad()
@@ -324,5 +352,33 @@ def test_inputs_that_the_model_refuses(tmp_path: Path) -> None:
     report = dynamo_moe.verify(path, Limited(9))
     assert (len(report.cases), report.left_out) == (3, 3)
     assert "3 more cases were drawn" in str(report.__rich__().caption)
-    with pytest.raises(ValueError, match=r"inputs=\[\{'x': <float32 \[1, 4, 4\]>\}\]"):
+    with pytest.raises(ValueError, match=r"inputs=\[\{'x': <float32 \[2, 224, 4\]>\}\]"):
         dynamo_moe.verify(path, Limited(2))
+
+
+class OnlyEven(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., ::2, ::2] + x[..., 1::2, 1::2]
+
+
+class Squeezing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=-1).squeeze()[:, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "axes", "sizes"),
+    [
+        (OnlyEven(), (2, 3, 8, 6), {0: "b", 2: "h", 3: "w"}, [(2, 3, 224, 448), (3, 3, 448, 224)]),
+        (Squeezing(), (2, 3, 4), {}, [(2, 3, 4), (3, 3, 4)]),
+    ],
+    ids=["pictures of even sizes", "a squeezed batch"],
+)
+def test_models_that_refuse_some_sizes_are_verified_on_others(
+    tmp_path: Path, model: nn.Module, shape: Any, axes: Any, sizes: Any
+) -> None:
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(model, (torch.randn(shape),), path, dynamic_shapes={"x": axes})
+    report = dynamo_moe.verify(path, model)
+    assert [case.shapes["x"] for case in report.cases] == sizes
+    assert report.left_out == 1

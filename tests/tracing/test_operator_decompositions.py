@@ -29,7 +29,8 @@ def cropped(x: Tensor) -> tuple[Tensor, Tensor]:
 def adaptive(x: Tensor) -> tuple[Tensor, ...]:
     values, indices = F.adaptive_max_pool2d(x, (3, 2), return_indices=True)
     volume = F.adaptive_avg_pool3d(x.unsqueeze(0), (2, 3, 2))
-    return values, indices, volume, F.adaptive_max_pool1d(x[0], 3)
+    averages = F.adaptive_avg_pool2d(x, (3, 1)), F.adaptive_avg_pool1d(x[0], 2)
+    return values, indices, volume, F.adaptive_max_pool1d(x[0], 3), *averages
 
 
 def divided(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +95,15 @@ def stably_sorted(x: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def medians(x: Tensor) -> tuple[Tensor, ...]:
+    """Beside NaN, and in bfloat16, which TopK does not have."""
+    values, places = x.masked_fill(x > 1, torch.nan).median(1)
+    narrow = x.bfloat16().sort(dim=-1).values
+    kth = x.kthvalue(2, 1, keepdim=True)
+    holed = values.nan_to_num(9.0), places
+    return *x.median(-1), *holed, (x * 4).long().median(), *kth, narrow.float()
+
+
 def products(x: Tensor) -> Tensor:
     return x.cumprod(-1) + x.cumprod(1)
 
@@ -104,7 +114,9 @@ def distances(x: Tensor) -> tuple[Tensor, ...]:
 
 def of_mixed_dtypes(x: Tensor) -> tuple[Tensor, ...]:
     counts = (x > 0).sum(0)
-    return torch.divide(x, counts + 1), torch.subtract(x, counts), torch.greater(x, counts)
+    outer = torch.einsum("i,j->ij", torch.arange(4), x[0, 0, 0])
+    quotients = torch.divide(x, counts + 1)
+    return quotients, torch.subtract(x, counts), torch.greater(x, counts), outer
 
 
 def numbers_first(x: Tensor) -> tuple[Tensor, ...]:
@@ -162,6 +174,7 @@ FUNCTIONS = [
     selected,
     flattened,
     stably_sorted,
+    medians,
     products,
     distances,
     of_mixed_dtypes,
