@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -93,6 +95,7 @@ def capture(
     if not gradients:
         _write_statistics(program)
     _widen_norms(program)
+    _promote_einsums(program)
     fuse_routers(program)
     if sharing is not None:
         sharing.mark(program)
@@ -332,3 +335,17 @@ def _widen_norms(program: ExportedProgram) -> None:
         norm.meta = {**node.meta, "val": node.meta["val"].to(*dtypes)}
         # The node itself keeps its name, which may be that of a result.
         node.target, node.args, node.kwargs = _aten.to.dtype, (norm, node.meta["val"].dtype), {}
+
+
+def _promote_einsums(program: ExportedProgram) -> None:
+    """Casts the operands of einsum to one dtype, as PyTorch does inside; ONNX allows no other."""
+    for node in all_nodes(program):
+        if node.target is not _aten.einsum.default:
+            continue
+        operands = cast(Sequence[fx.Node], node.args[1])
+        dtypes = {operand.meta["val"].dtype for operand in operands}
+        if len(dtypes) > 1:
+            dtype = reduce(torch.promote_types, dtypes)
+            with node.graph.inserting_before(node):
+                wide = [add_call(node.graph, node, _aten.to.dtype, x, dtype) for x in operands]
+            node.update_arg(1, wide)

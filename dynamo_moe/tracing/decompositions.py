@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,16 +112,6 @@ def _subtract_from(x: Tensor, number: float, alpha: float = 1) -> Any:
 )
 def _floor_divide(x: Any, y: Any) -> Any:
     return torch.floor_divide(*_promoted(x, y))
-
-
-def _of_several_dtypes(_: str, tensors: Sequence[Tensor], **__: Any) -> bool:
-    return len({tensor.dtype for tensor in tensors}) > 1
-
-
-@decomposes(_aten.einsum.default, when=_of_several_dtypes)
-def _einsum(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
-    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    return _aten.einsum(equation, [tensor.to(dtype) for tensor in tensors])
 
 
 def _is_not_one(x: Tensor, dim: int) -> bool:
