@@ -344,7 +344,7 @@ def copy_around(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces: up to PyTorch 2.12 the public function says so of torch.compile.
+    """Whether torch.export traces: the public function of PyTorch 2.11 says so of torch.compile.
 
     It is read where torch.compile reads code, too.
     """

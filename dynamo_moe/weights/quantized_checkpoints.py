@@ -150,7 +150,7 @@ def _with_scales(
     def weight(prefix: str, values: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         if zeros is not None:
             raise ValueError(f"{prefix}.weight_zero_point: weights of 8 bits have no zero points")
-        return _eight_bits(prefix, values, _plain(scales), dtype)
+        return _eight_bits(prefix, values, scales, dtype)
 
     return _read(tensors, "weight", ("weight_scale",), ("weight_zero_point",), weight)
 
@@ -165,6 +165,7 @@ def _eight_bits(
             "float8_e4m3fn or int8 to be read"
         )
     encoding, (rows, columns) = ENCODINGS[_EIGHT_BITS[values.dtype]], values.shape
+    scales = _plain(scales)
     if scales.numel() == 1:  # As rows', since gate and up may have two.
         scales = scales.reshape(1, 1).expand(rows, 1)
     if not encoding.blocks(rows, columns, scales.shape):
@@ -177,6 +178,13 @@ def _eight_bits(
 
 
 _EIGHT_BITS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+
+
+def _plain(scales: Tensor) -> Tensor:
+    """Returns scales of powers of two, E8M0, as numbers: bfloat16 has them all."""
+    if scales.dtype in (torch.float8_e8m0fnu, torch.uint8):
+        return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return scales
 
 
 def _nvfp4(
@@ -284,7 +292,7 @@ def _modelopt(
             scales = scales.squeeze(3).squeeze(1)
         elif scales.ndim == 1:
             scales = scales[:, None]
-        return _eight_bits(prefix, values, _plain(scales), dtype)
+        return _eight_bits(prefix, values, scales, dtype)
 
     return fused | _read(tensors, "weight", ("weight_scale",), ("weight_scale_2",), weight)
 
@@ -352,6 +360,7 @@ def _stacked_fp8(
     name: str, values: Tensor, scales: Tensor, dtype: torch.dtype | None
 ) -> LazyTensor:
     """Returns the weights ``[E, N, K]`` of all experts: one scale, or one or blocks of each."""
+    scales = _plain(scales)
     is_fp8 = values.ndim == 3 and values.dtype == torch.float8_e4m3fn
     experts, rows, columns = values.shape if is_fp8 else (0, 0, 0)
     if is_fp8 and scales.numel() in (1, experts):
@@ -492,7 +501,7 @@ def _fp8(
             named[f"{prefix}.weight_scale_inv"] = tensor
         elif name.endswith("_scale_inv") and values is not None and values.ndim == 3:
             weight_name = name.removesuffix("_scale_inv")
-            stacked[weight_name] = _stacked_fp8(weight_name, values, _plain(tensor), dtype)
+            stacked[weight_name] = _stacked_fp8(weight_name, values, tensor, dtype)
         else:
             named[name] = tensor
     for name in stacked:
@@ -502,16 +511,9 @@ def _fp8(
     def weight(prefix: str, values: Tensor, scales: Tensor) -> LazyTensor:
         if values.dtype == torch.int8 and scales.dtype == torch.float8_e8m0fnu:
             return _float4(f"{prefix}.weight", values, scales.view(torch.uint8), dtype)
-        return _eight_bits(prefix, values, _plain(scales), dtype)
+        return _eight_bits(prefix, values, scales, dtype)
 
     return stacked | _read(named, "weight", ("weight_scale_inv",), (), weight)
-
-
-def _plain(scales: Tensor) -> Tensor:
-    """Returns scales of powers of two, E8M0, as numbers: bfloat16 has them all."""
-    if scales.dtype in (torch.float8_e8m0fnu, torch.uint8):
-        return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
-    return scales
 
 
 _METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {
