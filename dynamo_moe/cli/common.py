@@ -26,7 +26,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
+# Commands of the way to TensorRT come after the others, under this heading.
+ENGINES = "Engines"
 
 Quiet = Annotated[
     bool,

@@ -17,6 +17,7 @@ from rich.text import Text
 
 import trt_plugin
 from dynamo_moe.cli.common import (
+    ENGINES,
     Debug,
     Json,
     Quiet,
@@ -51,10 +52,11 @@ BuilderOption = Annotated[
 
 
 @app.command(
+    rich_help_panel=ENGINES,
     epilog="Examples:\n\n"
     "[cyan]dynamo-moe engine swin.onnx --shapes x=1x1x8x8:32x1x8x8:64x1x8x8 -o swin.engine[/]\n\n"
     "[cyan]dynamo-moe engine swin.onnx --builder rtx --arch sm_89 --arch sm_120 --shapes x=4x1x8x8"
-    "[/]"
+    "[/]",
 )
 def engine(
     file: Annotated[
@@ -195,6 +197,7 @@ def engine(
 
 @app.command(
     name="bench-engine",
+    rich_help_panel=ENGINES,
     epilog="Example: [cyan]dynamo-moe bench-engine plugin.engine dense.engine --shape x=16x64[/]",
 )
 def bench_engine(
@@ -245,7 +248,7 @@ def bench_engine(
         print_report(report, as_json=as_json, quiet=quiet)
 
 
-@app.command()
+@app.command(rich_help_panel=ENGINES)
 def plugin_path(debug: Debug = False) -> None:
     """Print where the TensorRT plugin's library is, as for trtexec --dynamicPlugins."""
     with failures(debug):

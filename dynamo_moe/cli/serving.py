@@ -9,14 +9,23 @@ import typer
 from rich.console import Console
 
 import trt_plugin
-from dynamo_moe.cli.common import Debug, Quiet, app, failures, need_file, need_writable_folder
+from dynamo_moe.cli.common import (
+    ENGINES,
+    Debug,
+    Quiet,
+    app,
+    failures,
+    need_file,
+    need_writable_folder,
+)
 from dynamo_moe.cli.model_loading import UsageError
 
 
 @app.command(
+    rich_help_panel=ENGINES,
     epilog="Examples:\n\n"
     "[cyan]dynamo-moe triton-model swin.engine models/swin[/]\n\n"
-    "[cyan]dynamo-moe triton-model qwen3.engine models/qwen3 --ranks 4[/]"
+    "[cyan]dynamo-moe triton-model qwen3.engine models/qwen3 --ranks 4[/]",
 )
 def triton_model(
     engine: Annotated[Path, typer.Argument(metavar="FILE.engine", help="The engine.")],
