@@ -8,7 +8,7 @@ import time
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from dynamo_moe import local_experts, pytree
-from dynamo_moe.conversion import Unrecognised, unconverted
+from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model, unwrapped
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import file_form, inputs, metadata, model_files, rank_files
@@ -28,7 +28,6 @@ from dynamo_moe.graph import dequantized_weights, lowering
 from dynamo_moe.graph.fusion import FIRST_OPSET
 from dynamo_moe.model_graph import (
     Arguments,
-    ExportError,
     ExportForm,
     Graph,
     RepeatedBlocks,
@@ -37,6 +36,7 @@ from dynamo_moe.model_graph import (
     graph_of,
     graph_of_trace,
     layout_of,
+    naming_unconverted,
     rename,
 )
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
@@ -228,7 +228,7 @@ def export(
             metadata_props or {},
             split_axes=split_axes or {},
         )
-        with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
+        with watch.running(), collecting_seldom(), naming_unconverted(model):
 
             def write(
                 form: ExportForm, file: Path, arguments: Arguments, known: Trace | None = None
@@ -404,21 +404,6 @@ def progressing(
     if wanted is not True:
         return contextlib.nullcontext(wanted or None)
     return shown(path.name, Console(stderr=True))
-
-
-@contextlib.contextmanager
-def _naming_unconverted(
-    remaining: Sequence[Unrecognised], model: torch.nn.Module
-) -> Iterator[None]:
-    """Adds the modules that were not converted to the first line of an ExportError."""
-    try:
-        yield
-    except ExportError as error:
-        headline, *details = str(error).split("\n")
-        hint = unconverted.hint(remaining, model)
-        if hint:
-            error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
-        raise
 
 
 _exporting = ProcessState(exporter.members_looked_up_once)

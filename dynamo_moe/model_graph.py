@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 from torch.export import ExportedProgram
 
+from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files import metadata
 from dynamo_moe.files.copies import Copies
@@ -49,6 +50,19 @@ class ExportError(RuntimeError):
 
     The message names the model's MoE modules that :func:`convert` has not replaced, if any.
     """
+
+
+@contextlib.contextmanager
+def naming_unconverted(model: torch.nn.Module) -> Iterator[None]:
+    """Adds a model's MoE modules that were not converted to the first line of an ExportError."""
+    try:
+        yield
+    except ExportError as error:
+        headline, *details = str(error).split("\n")
+        hint = unconverted.hint(unconverted.unconverted_modules(model), model)
+        if hint:
+            error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
+        raise
 
 
 class ExportForm(NamedTuple):

@@ -31,7 +31,13 @@ from dynamo_moe.evaluation import check_model
 from dynamo_moe.files import model_files
 from dynamo_moe.graph.pipeline import AddBodies, Findings, NameNodesByModule, Simplify
 from dynamo_moe.json_values import json_values
-from dynamo_moe.model_graph import ExportError, captured, check_graph, translated
+from dynamo_moe.model_graph import (
+    ExportError,
+    captured,
+    check_graph,
+    naming_unconverted,
+    translated,
+)
 from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
 from dynamo_moe.moe_nodes.targets.record import DEFAULT_OPSET
 from dynamo_moe.private import gradients
@@ -119,7 +125,7 @@ def export_training(
     together = _WithLoss(model, loss, len(args), len(labels))
     with exporting.progressing(progress, path) as progressed:
         watch = Stopwatch(progressed)
-        with watch.running(), _kept_buffers(together):
+        with watch.running(), _kept_buffers(together), naming_unconverted(model):
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
             trials = SizeTrials(together, example)
             values: tuple[Any, dict[str, Any]] = (*args, *labels), {}

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files.cache_entries import PAST, CacheEntry, Update
-from dynamo_moe.model_graph import ExportError
+from dynamo_moe.model_graph import ExportError, naming_unconverted
+from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import failures
@@ -295,13 +296,14 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 
 
 def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cache:
-    try:
-        with without_values():
-            ids = torch.zeros(sizes, dtype=torch.int64)
-            arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            outputs = model(**arguments, use_cache=True, **options)
-    except Exception as error:  # The model's own code runs.
-        raise ExportError(failures.explain(error)) from error
+    with naming_unconverted(model):
+        try:
+            with tracer.failures_unsaid(), without_values():
+                ids = torch.zeros(sizes, dtype=torch.int64)
+                arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                outputs = model(**arguments, use_cache=True, **options)
+        except Exception as error:  # The model's own code runs.
+            raise ExportError(failures.explain(error)) from error
     name = cache_argument(model.forward)
     cache: Cache | None = getattr(outputs, name, None)
     if cache is None or not hasattr(cache, "layers"):

@@ -356,7 +356,11 @@ fractions_unknown = ProcessState(_fractions_unknown)
 
 
 # What a failed trace also says to stderr, pages of it.
-_LOGGERS = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = (
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+)
 
 
 @contextlib.contextmanager

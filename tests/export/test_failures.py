@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.torch_version import TorchVersion
@@ -104,6 +105,13 @@ def test_unconverted_modules_are_named(tmp_path: Path) -> None:
     names = "'0' (OnTheHost), '1' (OnTheHost), '2' (OnTheHost) and 2 more"
     assert f"5 MoE modules are not converted, which is often why: {names}; " in message
     assert message.endswith(f"dynamo_moe.convert(model) converts them or says why not ({PAGE}).")
+
+
+def test_unconverted_modules_are_named_in_training(tmp_path: Path) -> None:
+    model, path = OnTheHost(), tmp_path / "m.onnx"
+    with pytest.raises(dynamo_moe.ExportError, match="1 MoE module is not converted, which is"):
+        dynamo_moe.export_training(model, F.mse_loss, X, X, path)
+    assert not list(tmp_path.iterdir())
 
 
 class Tower(nn.Module):

@@ -346,6 +346,21 @@ def test_a_cache_among_the_results_is_explained(tmp_path: Path) -> None:
         )
 
 
+def test_unconverted_experts_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES["mixtral"].build()
+
+    def fail(*_: Any, **__: Any) -> None:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+    monkeypatch.setattr(model.model.layers[0].mlp.experts, "forward", fail)
+    with pytest.raises(dynamo_moe.ExportError, match="MoE modules are not converted, which is"):
+        dynamo_moe.export_language_model(model, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+    assert not capfd.readouterr().err
+
+
 def test_the_cache_of_a_decoder_behind_an_encoder_is_explained(tmp_path: Path) -> None:
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
     model = T5Model(T5Config(**sizes, num_layers=1))
