@@ -289,11 +289,12 @@ def module_of(node: ir.Node) -> str:
 
 @functools.lru_cache(maxsize=2**14)
 def _module(scopes: str) -> str:
-    # [root, module, submodule, ..., the fx node itself]
+    # [root, module, submodule, ..., the fx node itself]. The root's path is empty; nodes that
+    # PyTorch adds for sizes have an internal name instead.
     modules = ast.literal_eval(scopes)[:-1]
-    return str(modules[-1]) if modules else ""
+    return str(modules[-1]) if modules and not modules[0] else ""
 
 
 def set_module(node: ir.Node, path: str) -> None:
     """Makes a node come from another PyTorch module."""
-    node.metadata_props[_SCOPES] = repr([path, ""])
+    node.metadata_props[_SCOPES] = repr(["", path, ""])

@@ -114,7 +114,9 @@ def _module_alone(
 
     def noted(fx_node: fx.Node, ir_node: ir.Node) -> None:
         stack = fx_node.meta.get("nn_module_stack") or {"": ("", None)}
-        set_module(ir_node, _SLICE.sub(_path_in_list, next(reversed(stack.values()))[0]))
+        paths = [path for path, _ in stack.values()]
+        # The root's path is empty; nodes that PyTorch adds for sizes have an internal name instead.
+        set_module(ir_node, "" if paths[0] else _SLICE.sub(_path_in_list, paths[-1]))
 
     return lambda _: noted
 

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.files import model_files
@@ -123,6 +124,22 @@ def test_no_local_paths_or_stack_traces(exported) -> None:
         content = path.read_bytes()
         for trace in (str(Path(__file__).parents[1]), 'File "', "stack_trace", "site-packages"):
             assert trace.encode() not in content
+
+
+def test_nodes_are_named_after_their_modules(tmp_path: Path) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[:, : x.shape[1] // 2]
+
+    sizes = ({0: "batch", 1: "length"},)
+    dynamo_moe.export(Half(), torch.randn(2, 6, 4), tmp_path / "m.onnx", dynamic_shapes=sizes)
+    names = {node.name for node in onnx.load(tmp_path / "m.onnx").graph.node}
+    assert {"Shape", "inner/MatMul", "Slice"} <= names
+    assert {name.rpartition("/")[0] for name in names} == {"", "inner"}
 
 
 def test_exporting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
