@@ -38,6 +38,13 @@ def hiding(batch: int, tokens: int, keys: int) -> Tensor:
     return added(mask)
 
 
+def blind(batch: int, tokens: int, keys: int) -> Tensor:
+    """A mask that hides all keys from the last token of each row."""
+    mask = mask_of(batch, tokens, keys)
+    mask[..., -1:, :] = False
+    return mask
+
+
 # What is passed beside queries, keys and values of some sizes; their heads; their dtype.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -48,11 +55,14 @@ CASES: dict[str, dict[str, Any]] = {
     "booleans of a row": {"mask": lambda b, s, k: mask_of(b, 1, k)},
     "booleans of two axes": {"mask": lambda b, s, k: mask_of(1, s, k)[0, 0]},
     "booleans of each head": {"mask": lambda b, s, k: mask_of(b, s, k, heads=4)},
+    "booleans, hiding all": {"mask": blind},
+    "booleans of a row, hiding all": {"mask": lambda b, s, k: blind(b, 1, k)},
     "added": {"mask": lambda *sizes: added(mask_of(*sizes))},
     "added, hiding all": {"mask": hiding},
     "grouped heads": {"groups": 2, "enable_gqa": True, "mask": mask_of},
     "one group": {"groups": 1, "enable_gqa": True, "is_causal": True},
     "half precision": {"dtype": torch.float16, "mask": mask_of},
+    "half precision, hiding all": {"dtype": torch.float16, "mask": blind},
     "half precision, added": {
         "dtype": torch.float16,
         "mask": lambda *sizes: added(mask_of(*sizes), torch.float16),
