@@ -117,7 +117,7 @@ def _may_hide_rows(mask: Any) -> bool:
     """
     constant = ir.convenience.get_const_tensor(mask)
     if constant is not None:
-        return not constant.numpy().any(axis=-1).all()
+        return not np.atleast_1d(constant.numpy()).any(axis=-1).all()
     node = mask.producer()
     if node is None:
         return True
@@ -129,7 +129,7 @@ def _may_hide_rows(mask: Any) -> bool:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether a value is computed from others than sizes and constants."""
+    """Whether a value is computed from others than sizes and constants; buffers count as given."""
     waiting, known = [value], {id(value)}
     while waiting:
         value = waiting.pop()

@@ -185,3 +185,44 @@ def test_dropout_is_off(tmp_path) -> None:
     dynamo_moe.export(Attends({"dropout_p": 0.5}).eval(), inputs, tmp_path / "m.onnx")
     operators = Counter(node.op_type for node in ir.load(tmp_path / "m.onnx").graph)
     assert "Dropout" not in operators
+
+
+class Masked(nn.Module):
+    """Attention by a mask that is computed from token ids, of which 0 is padding."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask = mask
+        self.register_buffer("triangle", torch.ones(8, 8, dtype=torch.bool).tril())
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        tokens, length = (ids != 0)[:, None, None], ids.shape[1]
+        positions = torch.arange(length)
+        causal = {
+            "given": tokens,
+            "beside a constant": tokens.logical_not().logical_not() & torch.tensor(True),
+            "two": tokens & (ids > 1)[:, None, None].expand(-1, 1, length, -1),
+            "buffer": tokens & self.triangle[:length, :length],
+            "positions": positions[:, None] >= positions,
+            "padding": tokens & (positions[:, None] >= positions),
+        }
+        return scaled_dot_product_attention(x, x, x, causal[self.mask])
+
+
+@pytest.mark.parametrize("mask", ["given", "beside a constant", "two", "buffer"])
+def test_masks_that_hide_all(mask: str, tmp_path) -> None:
+    model, ids = Masked(mask).eval(), torch.tensor([[2, 3, 0, 0], [0, 0, 0, 0]])
+    x = torch.randn(2, 1, 4, 8)
+    dynamo_moe.export(model, (ids, x), tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    [found] = session.run(None, {"ids": ids.numpy(), "x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(ids, x), atol=1e-5, rtol=0)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("mask", ["positions", "padding"])
+def test_masks_by_positions_cost_nothing(mask: str, tmp_path) -> None:
+    inputs = torch.ones(2, 4, dtype=torch.int64), torch.randn(2, 1, 4, 8)
+    shapes = {"ids": {1: "length"}, "x": {2: "length"}}
+    report = dynamo_moe.export(Masked(mask), inputs, tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert "ReduceMax" not in report.nodes
