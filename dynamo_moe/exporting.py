@@ -121,8 +121,9 @@ def export(
             of the arguments of the model's forward.
         output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
         opset: Version of the standard operators, at least 18; None: 23 with ``onnxruntime``, which
-            ONNX Runtime 1.23 reads, and 20 with the others, or 21 where packed matrices need it.
-            Below 21 these are decoded as they are written.
+            ONNX Runtime 1.23 reads, and 20 with the others, or 21 where packed matrices need it
+            and 22 where operators of bfloat16 do. Below 21 packed matrices are decoded as they are
+            written. What a version does not have in half precision is computed in float32.
         fuse: From opset 23 on, what a model writes out becomes one node each: RMS norms
             ``RMSNormalization``, rotary embeddings ``RotaryEmbedding``, and with target
             ``onnxruntime`` attention ``Attention``, which extends the cache of keys and values

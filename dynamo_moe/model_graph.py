@@ -19,6 +19,7 @@ from dynamo_moe.files.copies import Copies
 from dynamo_moe.graph import dequantized_weights
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.instantiate import Units
+from dynamo_moe.graph.operand_types import opset_of_types, widen_refused
 from dynamo_moe.graph.pipeline import Form, give_form
 from dynamo_moe.moe_nodes.targets.names import BodyName
 from dynamo_moe.moe_nodes.targets.record import Target
@@ -30,7 +31,7 @@ from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
 from dynamo_moe.tracing.shared_trace import SharedTrace
-from dynamo_moe.tracing.translate import translate
+from dynamo_moe.tracing.translate import set_opset, translate
 from dynamo_moe.weights import placeholders
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -178,7 +179,14 @@ def _traced(
         raise ExportError(f"the model returns no tensor, but {', '.join(map(repr, constants))}")
     needed = dequantized_weights.opset_of(lazies)
     opset = form.opset or max(needed, form.target.opset)
-    traced, fallback = translated(program, example, trials, opset, retraces=sharing is None)
+    traced, fallback = translated(
+        program,
+        example,
+        trials,
+        opset,
+        is_least=form.opset is None,
+        retraces=sharing is None,
+    )
     placeholders.attach(traced, lazies)
     if form.of_ranks:
         placeholders.detach(traced, _named_tensors(model))
@@ -282,11 +290,13 @@ def translated(
     trials: SizeTrials,
     opset: int,
     *,
+    is_least: bool = False,
     retraces: bool = True,
 ) -> tuple[ir.Model, str | None]:
     """Returns a program's graph, its MoE layers as bare nodes, and a note on who translated it.
 
-    A program with gradients cannot be traced again, where that is needed.
+    A program with gradients cannot be traced again, where that is needed. Where the opset
+    ``is_least``, the graph gets the later one that its types need.
 
     Raises:
         ExportError: If an operator has no translation, or one that is right at one size only.
@@ -301,6 +311,9 @@ def translated(
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
+    if is_least:
+        set_opset(traced, max(opset, opset_of_types(traced)))
+    widen_refused(traced)
     name_dimensions(traced, example.labels)
     return traced, note
 

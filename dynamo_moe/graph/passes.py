@@ -32,7 +32,21 @@ from dynamo_moe.weights.lazy_tensors import lazy_cast
 # of 24 transformer blocks, and matches none of the Slices that PyTorch's exporter makes: it wants
 # four inputs, and these have steps as a fifth.
 _WANTED: Any = [rule for rule in (*rules.RULES, *default_rules()) if rule is not slice_split_rule]
-_BY_ROOT: Any = RulesByRoot(_WANTED)
+
+
+def _is_narrow_norm(node: ir.Node) -> bool:
+    """Whether a node is a batch norm in half precision, which no rule may fold into weights.
+
+    They would be scaled in half precision, where ``var + eps`` may be 0 and a product infinite;
+    PyTorch normalises in float32.
+    """
+    dtype = (
+        node.inputs[0].dtype if node.op_type == "BatchNormalization" and node.inputs[0] else None
+    )
+    return dtype in {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
+
+_BY_ROOT: Any = RulesByRoot(_WANTED, leaves=_is_narrow_norm)
 _RULES = rewriter.RewriteRuleSet([_BY_ROOT])
 _RULES.remove_unused_nodes = False  # optimize does.
 

@@ -70,7 +70,12 @@ def _attention(
     weights = _op.Softmax(_op.Add(scores, _op.Where(mask, zero, least)), axis=-1)
     if query.dtype not in _WIDE:  # There a score can take the least number to minus infinity.
         weights = _op.Where(_op.IsNaN(weights), zero, weights)
-    return _op.MatMul(weights, value)
+    result = _op.MatMul(weights, value)
+    if is_causal or not _may_hide_rows(mask):
+        return result
+    # Softmax gives equal weights there, and PyTorch zeros.
+    seen = _op.ReduceMax(_op.Cast(mask, to=ir.DataType.INT32), _ints(-1), keepdims=1)
+    return _op.Where(_op.Cast(seen, to=ir.DataType.BOOL), result, zero)
 
 
 def _repeated(tensor: Any, repeats: int) -> Any:
@@ -101,6 +106,42 @@ def _may_be_infinite(mask: Any) -> bool:
                 if operand.dtype is None or operand.dtype.is_floating_point():
                     known.add(id(operand))
                     waiting.append(operand)
+    return False
+
+
+def _may_hide_rows(mask: Any) -> bool:
+    """Whether a boolean mask may hide all keys of a token, as far as it is known to a graph.
+
+    Of one that positions decide too, such as a causal one, it is taken to hide them from padding
+    alone: such masks keep the form that is fused.
+    """
+    constant = ir.convenience.get_const_tensor(mask)
+    if constant is not None:
+        return not np.atleast_1d(constant.numpy()).any(axis=-1).all()
+    node = mask.producer()
+    if node is None:
+        return True
+    if node.op_type in {"And", "Or"}:
+        return all(map(_may_hide_rows, node.inputs))
+    if node.op_type in {"Not", *_OF_MASKS} - {"Where"}:
+        return _may_hide_rows(node.inputs[0])
+    return _is_given(mask)
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a value is computed from others than sizes and constants; buffers count as given."""
+    waiting, known = [value], {id(value)}
+    while waiting:
+        value = waiting.pop()
+        if ir.convenience.get_const_tensor(value) is not None:
+            continue
+        node = value.producer()
+        if node is None:
+            return True
+        if node.op_type not in {"Shape", "Size"}:
+            operands = [x for x in node.inputs if x is not None and id(x) not in known]
+            known.update(map(id, operands))
+            waiting += operands
     return False
 
 

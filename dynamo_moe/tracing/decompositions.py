@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,22 @@ def decomposes(
         return function
 
     return register
+
+
+# --- Half precision ---
+
+
+def _is_half(x: Tensor, *_: Any, **__: Any) -> bool:
+    return x.dtype in {torch.float16, torch.bfloat16}
+
+
+def _widened_half(x: Tensor) -> Tensor:
+    return x.float() if _is_half(x) else x
+
+
+def _in_float32(operator: Function, x: Tensor, *args: Any, **options: Any) -> Any:
+    wide = [_widened_half(a) if isinstance(a, Tensor) else a for a in (x, *args)]
+    return operator(*wide, **options).to(x.dtype)
 
 
 # --- Other names of operators, which the exporter does not promote the dtypes of ---
@@ -112,6 +128,67 @@ def _subtract_from(x: Tensor, number: float, alpha: float = 1) -> Any:
 )
 def _floor_divide(x: Any, y: Any) -> Any:
     return torch.floor_divide(*_promoted(x, y))
+
+
+# The exporter adds 1 and takes it off again, which leaves nothing of small numbers.
+
+
+@decomposes(_aten.log1p.default, when=lambda x: x.is_floating_point())
+def _log1p(x: Tensor) -> Tensor:
+    """The logarithm of the rounded sum, and what the rounding took, to first order."""
+    wide = _widened_half(x)
+    whole = wide + 1
+    lost = torch.where(wide.abs() < 0.5, (wide - (whole - 1)) / whole, 0)
+    return (whole.log() + lost).to(x.dtype)
+
+
+@decomposes(_aten.expm1.default, when=lambda x: x.is_floating_point())
+def _expm1(x: Tensor) -> Tensor:
+    wide = _widened_half(x)
+    return ((wide / 2).tanh() * (wide.exp() + 1)).to(x.dtype)
+
+
+# The exporter takes exponentials of what they are asked of, which overflow or vanish.
+
+
+@decomposes(_aten.log_sigmoid.default)
+def _log_sigmoid(x: Tensor) -> Tensor:
+    wide = _widened_half(x)
+    return (wide.clamp(max=0) - (-wide.abs()).exp().log1p()).to(x.dtype)
+
+
+@decomposes(_aten.logaddexp.default)
+def _log_add_exp(x: Tensor, y: Tensor) -> Tensor:
+    x, y = _promoted(x, y)
+    first, second = _widened_half(x), _widened_half(y)
+    apart = torch.where(first == second, 0, first - second)  # Infinities have no difference.
+    return (first.maximum(second) + (-apart.abs()).exp().log1p()).to(x.dtype)
+
+
+@decomposes(_aten.logcumsumexp.default)
+def _log_cum_sum_exp(x: Tensor, dim: int) -> Tensor:
+    """Each sum is taken beside its own greatest term, which takes the square of the length."""
+    if not x.ndim:
+        return x
+    rows = _widened_half(x).movedim(dim, -1)
+    places = torch.ones_like(rows, dtype=torch.int64).cumsum(-1)
+    summed = places.unsqueeze(-2) <= places.unsqueeze(-1)
+    terms = torch.where(summed, rows.unsqueeze(-2), -math.inf)
+    return terms.logsumexp(-1).movedim(-1, dim).to(x.dtype)
+
+
+# The exporter's steps between are rounded in half precision.
+for _steps in (_aten.log2.default, _aten.log10.default, _aten.sinc.default):
+    decomposes(_steps, when=_is_half)(partial(_in_float32, _steps))
+
+
+def _takes_a_root(x: Tensor, order: float = 2, *_: Any, dtype: Any = None) -> bool:
+    return _is_half(x) and order not in {0, 1, 2, math.inf, -math.inf} and dtype is None
+
+
+decomposes(_aten.linalg_vector_norm.default, when=_takes_a_root)(
+    partial(_in_float32, _aten.linalg_vector_norm.default)
+)
 
 
 def _is_not_one(x: Tensor, dim: int) -> bool:
@@ -454,25 +531,52 @@ def _in_training(*arguments: Any) -> bool:
     return bool(arguments[5])
 
 
+class _Normalized(NamedTuple):
+    """A batch norm's result in its input's dtype, and the batch's statistics in the weight's."""
+
+    y: Tensor
+    mean: Tensor
+    variance: Tensor
+    scale: Tensor
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Tensor | None, eps: float
+) -> _Normalized:
+    """Normalises by the statistics of the batch, in float32 if x is in half precision.
+
+    As in PyTorch: squares beyond 65504 are infinite in float16.
+    """
+    dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
+    wide = _widened_half(x)
+    mean = wide.mean(dims, keepdim=True)
+    centred = wide - mean
+    variance = centred.square().mean(dims, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    y = centred * scale
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    like = next((tensor for tensor in (weight, running) if tensor is not None), x)
+    statistics = (value.reshape(-1).to(like.dtype) for value in (mean, variance, scale))
+    return _Normalized(y.to(x.dtype), *statistics)
+
+
 @decomposes(
     _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default, when=_in_training
 )
 def _native_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By the statistics of the batch; the running ones matter to training alone."""
     *_, eps = arguments
-    dims = [0, *range(2, x.ndim)]
-    mean = x.mean(dims, keepdim=True)
-    centred = x - mean
-    scale = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    result = centred * scale
-    shape = [-1] + [1] * (x.ndim - 2)
-    if weight is not None:
-        result = result * weight.reshape(shape)
-    if bias is not None:
-        result = result + bias.reshape(shape)
-    return result, mean.reshape(-1), scale.reshape(-1)
+    normalized = _normalized(x, weight, bias, running_mean, eps)
+    return normalized.y, normalized.mean, normalized.scale
 
 
 @decomposes(_aten.batch_norm.default, when=_in_training)
@@ -492,19 +596,8 @@ def _functional_batch_norm(
     eps: float,
 ) -> tuple[Tensor, ...]:
     """The running variance is without bias, which that of ONNX's operator has."""
-    dims = [0, *range(2, x.ndim)]
-    mean = x.mean(dims, keepdim=True)
-    centred = x - mean
-    variance = centred.square().mean(dims, keepdim=True)
-    scale = (variance + eps).rsqrt()
-    y = centred * scale
-    shape = [-1] + [1] * (x.ndim - 2)
-    if weight is not None:
-        y = y * weight.reshape(shape)
-    if bias is not None:
-        y = y + bias.reshape(shape)
+    y, mean, variance, scale = _normalized(x, weight, bias, running_mean, eps)
     count = x.shape[0] * math.prod(x.shape[2:])
-    mean, variance, scale = (values.reshape(-1) for values in (mean, variance, scale))
     unbiased = variance * (count / (count - 1))
     return (
         y,
@@ -542,20 +635,6 @@ def _masked_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
 
 
 # --- Choices ---
-
-
-@decomposes(_aten.topk.default, when=lambda x, *_: x.dtype == torch.bfloat16)
-def _topk(
-    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[Tensor, Tensor]:
-    values, indices = x.float().topk(k, dim, largest, sorted)  # ONNX has it from opset 24 on.
-    return values.to(x.dtype), indices
-
-
-@decomposes(_aten.sort.default, when=lambda x, *_, **__: x.dtype == torch.bfloat16)
-def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    values, indices = torch.sort(x.float(), dim, descending)
-    return values.to(x.dtype), indices
 
 
 @decomposes(_aten.sort.stable)
@@ -687,18 +766,6 @@ decomposes(_aten.amax.default, when=_over_all)(partial(_over_every, torch.amax))
 decomposes(_aten.amin.default, when=_over_all)(partial(_over_every, torch.amin))
 
 
-# ONNX Runtime scatters sums and products in float32, but not in half precision.
-
-
-def _is_half(x: Tensor, *_: Any, **__: Any) -> bool:
-    return x.dtype in {torch.float16, torch.bfloat16}
-
-
-def _in_float32(operator: Function, x: Tensor, *args: Any, **options: Any) -> Any:
-    wide = [a.float() if isinstance(a, Tensor) and _is_half(a) else a for a in (x, *args)]
-    return operator(*wide, **options).to(x.dtype)
-
-
 # ONNX indexes several dimensions by int64 alone.
 _NARROW = {torch.int8, torch.int16, torch.int32}
 
@@ -714,6 +781,9 @@ def _widened(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 @decomposes(_aten.index.Tensor, when=lambda x, indices: _has_narrow(indices))
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return _aten.index(x, _widened(indices))
+
+
+# ONNX Runtime scatters sums and products in float32, but not in half precision.
 
 
 @decomposes(

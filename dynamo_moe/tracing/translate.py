@@ -168,12 +168,17 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
     with _translating():
         signature = _renamed(program, module)
         model: ir.Model = exporter.onnx_program(program, module, signature, registry).model
-        if exporter.keeps_meaning(model, opset):
-            model.opset_imports[""] = opset
-            common_passes.RemoveUnusedNodesPass()(model)
-        else:
-            onnxscript.version_converter.convert_version(model, opset, fallback=True)
+        set_opset(model, opset)
     return model
+
+
+def set_opset(model: ir.Model, opset: int) -> None:
+    """Makes a graph one of another version of the standard operators, if onnx can convert it."""
+    if exporter.keeps_meaning(model, opset):
+        model.opset_imports[""] = opset
+        common_passes.RemoveUnusedNodesPass()(model)
+    else:
+        onnxscript.version_converter.convert_version(model, opset, fallback=True)
 
 
 # For one set of operators: each registration between exports makes another.

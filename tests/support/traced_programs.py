@@ -68,11 +68,15 @@ def retraces(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
     return programs
 
 
-def check_numbers(path: Path, model: nn.Module, *inputs: Tensor) -> None:
+def run(path: Path, *inputs: Tensor) -> list[Tensor]:
     session = onnxruntime.InferenceSession(str(path))
     names = [value.name for value in session.get_inputs()]
     feeds = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
-    actual = [torch.from_numpy(array) for array in session.run(None, feeds)]
+    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+
+
+def check_numbers(path: Path, model: nn.Module, *inputs: Tensor) -> None:
+    actual = run(path, *inputs)
     with torch.no_grad():
         expected = model(*(tensor.clone() for tensor in inputs))
     expected = [expected] if isinstance(expected, Tensor) else list(expected)

@@ -38,6 +38,13 @@ def hiding(batch: int, tokens: int, keys: int) -> Tensor:
     return added(mask)
 
 
+def blind(batch: int, tokens: int, keys: int) -> Tensor:
+    """A mask that hides all keys from the last token of each row."""
+    mask = mask_of(batch, tokens, keys)
+    mask[..., -1:, :] = False
+    return mask
+
+
 # What is passed beside queries, keys and values of some sizes; their heads; their dtype.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -48,11 +55,14 @@ CASES: dict[str, dict[str, Any]] = {
     "booleans of a row": {"mask": lambda b, s, k: mask_of(b, 1, k)},
     "booleans of two axes": {"mask": lambda b, s, k: mask_of(1, s, k)[0, 0]},
     "booleans of each head": {"mask": lambda b, s, k: mask_of(b, s, k, heads=4)},
+    "booleans, hiding all": {"mask": blind},
+    "booleans of a row, hiding all": {"mask": lambda b, s, k: blind(b, 1, k)},
     "added": {"mask": lambda *sizes: added(mask_of(*sizes))},
     "added, hiding all": {"mask": hiding},
     "grouped heads": {"groups": 2, "enable_gqa": True, "mask": mask_of},
     "one group": {"groups": 1, "enable_gqa": True, "is_causal": True},
     "half precision": {"dtype": torch.float16, "mask": mask_of},
+    "half precision, hiding all": {"dtype": torch.float16, "mask": blind},
     "half precision, added": {
         "dtype": torch.float16,
         "mask": lambda *sizes: added(mask_of(*sizes), torch.float16),
@@ -175,3 +185,44 @@ def test_dropout_is_off(tmp_path) -> None:
     dynamo_moe.export(Attends({"dropout_p": 0.5}).eval(), inputs, tmp_path / "m.onnx")
     operators = Counter(node.op_type for node in ir.load(tmp_path / "m.onnx").graph)
     assert "Dropout" not in operators
+
+
+class Masked(nn.Module):
+    """Attention by a mask that is computed from token ids, of which 0 is padding."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask = mask
+        self.register_buffer("triangle", torch.ones(8, 8, dtype=torch.bool).tril())
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        tokens, length = (ids != 0)[:, None, None], ids.shape[1]
+        positions = torch.arange(length)
+        causal = {
+            "given": tokens,
+            "beside a constant": tokens.logical_not().logical_not() & torch.tensor(True),
+            "two": tokens & (ids > 1)[:, None, None].expand(-1, 1, length, -1),
+            "buffer": tokens & self.triangle[:length, :length],
+            "positions": positions[:, None] >= positions,
+            "padding": tokens & (positions[:, None] >= positions),
+        }
+        return scaled_dot_product_attention(x, x, x, causal[self.mask])
+
+
+@pytest.mark.parametrize("mask", ["given", "beside a constant", "two", "buffer"])
+def test_masks_that_hide_all(mask: str, tmp_path) -> None:
+    model, ids = Masked(mask).eval(), torch.tensor([[2, 3, 0, 0], [0, 0, 0, 0]])
+    x = torch.randn(2, 1, 4, 8)
+    dynamo_moe.export(model, (ids, x), tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    [found] = session.run(None, {"ids": ids.numpy(), "x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(ids, x), atol=1e-5, rtol=0)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("mask", ["positions", "padding"])
+def test_masks_by_positions_cost_nothing(mask: str, tmp_path) -> None:
+    inputs = torch.ones(2, 4, dtype=torch.int64), torch.randn(2, 1, 4, 8)
+    shapes = {"ids": {1: "length"}, "x": {2: "length"}}
+    report = dynamo_moe.export(Masked(mask), inputs, tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert "ReduceMax" not in report.nodes

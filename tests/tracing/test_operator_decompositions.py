@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dynamo_moe
-from traced_programs import Call, check_numbers
+from traced_programs import Call, check_numbers, run
 
 pytest_plugins = ("traced_programs",)
 
@@ -143,6 +143,37 @@ def sums_in_half_precision(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(result.float() for result in results)
 
 
+def small_numbers(x: Tensor) -> tuple[Tensor, ...]:
+    """Of which nothing would be left beside 1."""
+    edges = torch.tensor([0.0, -0.0, -1.0, torch.inf, 100.0, 0.5, -0.5]) + x[:, :, :1, :1] * 0
+    tiny = x * 1e-6
+    exponentials = (tiny.expm1() * 1e6, (x * 3).expm1(), (100 * edges - 0.1).expm1())
+    return tiny.log1p() * 1e6, (x * 3).abs().log1p(), edges.log1p(), *exponentials
+
+
+def large_exponents(x: Tensor) -> tuple[Tensor, ...]:
+    """Whose exponentials are infinite, or vanish."""
+    wide = x * 300
+    infinite = torch.where(x.abs() > 1, x * torch.inf, wide)
+    one = infinite[0, 0, 0, 0] * 0 + 2
+    sums = wide.logcumsumexp(1), (x * 3).logcumsumexp(-1), one.nan_to_num(1.0).logcumsumexp(0)
+    pairs = torch.logaddexp(wide, wide.flip(1)), torch.logaddexp(infinite, infinite)
+    return F.logsigmoid(wide), F.logsigmoid(x), *sums, *pairs
+
+
+def in_half_precision(x: Tensor) -> tuple[Tensor, ...]:
+    """What PyTorch rounds once, and squares beyond the numbers of float16."""
+    return (
+        F.batch_norm((x * 1000).half(), None, None, training=True),
+        (x * 0.0001).half().log1p(),
+        (x * 0.0001).bfloat16().expm1(),
+        (x.abs() + 9).half().log2(),
+        (x.abs() + 9).bfloat16().log10(),
+        torch.linalg.vector_norm((x * 100).half(), 3, -1),
+        x.half().sinc(),
+    )
+
+
 def narrow_indices(x: Tensor) -> tuple[Tensor, ...]:
     two = torch.tensor([0, 2], dtype=torch.int32)
     changed = x * 2
@@ -161,6 +192,8 @@ FUNCTIONS = [
     squeezed,
     sums_of_booleans,
     sums_in_half_precision,
+    small_numbers,
+    large_exponents,
     narrow_indices,
     circular,
     cropped,
@@ -190,6 +223,23 @@ def test_symbolic_sizes(tmp_path: Path, retraces, function: Function) -> None:
     assert not retraces
     for sizes in ((2, 3, 8, 9), (3, 3, 7, 6), (4, 3, 12, 13)):
         check_numbers(path, model, torch.randn(sizes))
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    """The file differs from PyTorch by a rounding, or two where a number is scaled."""
+    torch.manual_seed(0)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.float() for y in in_half_precision(x))
+
+    model, x = Call(function), torch.randn(2, 3, 8, 9)
+    dynamo_moe.export(model, x, tmp_path / "m.onnx")
+    results = run(tmp_path / "m.onnx", x)
+    for result, expected in zip(results, in_half_precision(x), strict=True):
+        rounding = torch.finfo(expected.dtype)
+        torch.testing.assert_close(
+            result, expected.float(), rtol=2 * rounding.eps, atol=rounding.smallest_normal
+        )
 
 
 @pytest.mark.parametrize("function", [circular, divided, attention, selected, of_mixed_dtypes])
