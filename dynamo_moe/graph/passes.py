@@ -24,6 +24,7 @@ from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.operators.registry import find
+from dynamo_moe.private import exporter
 from dynamo_moe.private.onnxscript import default_rules
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
@@ -66,6 +67,7 @@ _READ_SIZE = 1000
 _SHARED_SIZE = 1024
 
 
+@exporter.quiet()
 def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     """Simplifies the graph in place and infers what shapes are still missing.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
@@ -89,18 +90,21 @@ def _derived_once(original: Any) -> Any:
     return staticmethod(derived)
 
 
+# Their remarks are about functions that are not the user's, and constants that stay as they are.
+_REMARKING = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer")
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the exporter's remarks about packages and functions that are not the user's."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            yield
-    finally:
-        registration.setLevel(level)
+    """Silences remarks of the exporter, and of constant folding, also about logarithms of 0."""
+    with contextlib.ExitStack() as changes:
+        for logger in map(logging.getLogger, _REMARKING):
+            changes.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        changes.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        changes.enter_context(np.errstate(all="ignore"))
+        yield
 
 
 quiet = ProcessState(_quiet)

@@ -31,6 +31,26 @@ def test_unknown_sizes_have_no_names() -> None:
     assert reshaped.outputs[0].shape == ir.Shape([None, None])
 
 
+FOLDED = """<ir_version: 10, opset_import: ["" : 20]>
+model (float[n] x) => (float[n] y) {
+  zero = Constant <value = float[1] {0}> ()
+  two = Constant <value = int64[1] {2}> ()
+  no_number = Log(zero)
+  no_shape = Reshape(zero, two)
+  y = Add(x, no_number)
+}"""
+
+
+def test_folding_says_nothing(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = ir.from_proto(onnx.parser.parse_model(FOLDED))
+    passes.optimize(model)
+    assert [node.op_type for node in model.graph] == ["Add"]
+    assert not caplog.records
+    assert not recwarn.list
+
+
 def merged(*nodes: ir.Node) -> int:
     """How many of the nodes are merged with others; all results are used."""
     used = [ir.node("Identity", node.outputs) for node in nodes]
