@@ -37,7 +37,8 @@ class CaseResult:
             first of them, as ONNX does; ``close choices``, if it agrees where the model takes the
             file's experts for tokens whose scores differ by less than the tolerance, so that
             rounding decides; ``hidden tokens``, if results differ for tokens alone that a mask
-            hides.
+            hides; ``rounding``, if the model is in half precision, and the file is at most twice as
+            far from it in float32 as the model itself is: the errors are relative to that.
         other_choices: With ``ties`` and ``close choices``, the (token, layer) pairs for which the
             model itself chose other experts.
     """

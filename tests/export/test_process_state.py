@@ -28,7 +28,7 @@ import dynamo_moe
 from dynamo_moe.private import tracer
 from dynamo_moe.process_state import ProcessState, collector_paused, exclusive, replaced
 from dynamo_moe.tracing import shortcuts
-from dynamo_moe.verification.comparison import _outputs
+from dynamo_moe.verification.models import outputs_of
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
@@ -236,7 +236,7 @@ def test_verify_runs_a_model_while_no_other_thread_exports() -> None:
             return x
 
     with exclusive():
-        thread = threading.Thread(target=_outputs, args=(Model(), (torch.ones(1),), 1))
+        thread = threading.Thread(target=outputs_of, args=(Model(), (torch.ones(1),), 1))
         thread.start()
         assert not ran.wait(timeout=0.2)
     thread.join(timeout=LONG)

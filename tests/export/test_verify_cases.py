@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import numpy_helper
 from torch import Tensor, nn
 
 import custom_ops
 import dynamo_moe
+from dynamo_moe.tolerances import Tolerance, tolerance_for
+from dynamo_moe.verification import rounding
 from dynamo_moe.verification.errors import worst_errors
 from dynamo_moe.verification.routing import ChoicesOfFile
 from small_models import OpLayer
@@ -309,6 +314,86 @@ def test_choices_that_rounding_decides(tmp_path: Path) -> None:
     assert 0 < case.other_choices < 10
     with pytest.raises(dynamo_moe.VerificationError):
         dynamo_moe.verify(path, changed(1.01), [(x,)])
+
+
+class Residual(nn.Module):
+    """As deep as half precision needs for its roundings to exceed the tolerance."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32, dtype=dtype) for _ in range(48))
+        self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=dtype) for _ in range(48))
+        self.head = nn.Linear(32, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + 6 * layer(norm(x)).tanh()
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    torch.manual_seed(0)
+    model = Residual(torch.float16).eval()
+    path = tmp_path_factory.mktemp("deep") / "m.onnx"
+    return model, exported(model, (torch.randn(2, 5, 32).half(),), path)
+
+
+def test_rounding_that_adds_up(deep: tuple[nn.Module, Path]) -> None:
+    model, path = deep
+    report = dynamo_moe.verify(path, model)
+    rounded = [case for case in report.cases if case.excepted == "rounding"]
+    assert rounded
+    # ONNX Runtime computes in float32 on a CPU, which is what the errors are relative to.
+    assert all(case.max_error < tolerance_for({torch.float16}).max for case in rounded)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float16}
+
+
+def test_a_tolerance_of_ones_own_has_no_exception(deep: tuple[nn.Module, Path]) -> None:
+    model, path = deep
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, model, tolerance=tolerance_for({torch.float16}))
+
+
+@pytest.mark.parametrize("number", [0, 24, 47])
+def test_a_wrong_weight_is_no_rounding(
+    deep: tuple[nn.Module, Path], tmp_path: Path, number: int
+) -> None:
+    model, path = deep
+    proto = onnx.load(path)
+    (bias,) = (t for t in proto.graph.initializer if t.name == f"layers.{number}.bias")
+    values = numpy_helper.to_array(bias)
+    bias.CopyFrom(numpy_helper.from_array(np.roll(values, 1), bias.name))
+    onnx.save(proto, tmp_path / "wrong.onnx")
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(tmp_path / "wrong.onnx", model)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "expected"),
+    [
+        ((0.004, 0.001), Tolerance(max=0.01, rms=0.002)),
+        ((0.03, 0.004), Tolerance(max=0.06, rms=0.008)),
+        ((0.11, 0.004), None),
+        ((0.03, 0.021), None),
+        ((math.inf, math.inf), None),
+        ((math.nan, math.nan), None),
+    ],
+)
+def test_what_rounding_allows(of_model: tuple[float, float], expected: Tolerance | None) -> None:
+    assert rounding.allowed(of_model, tolerance_for({torch.float16})) == expected
+
+
+def test_a_model_that_asks_for_half_precision_has_no_exception(tmp_path: Path) -> None:
+    class Casting(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.half())
+
+    torch.manual_seed(0)
+    model = Casting(torch.float16).eval()
+    path = exported(model, (torch.randn(2, 5, 32).half(),), tmp_path / "m.onnx")
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, model)
 
 
 def test_close_choices_are_taken_from_the_layer_that_has_them() -> None:

@@ -2,6 +2,7 @@
 
     python tests/support/broken_files.py             # ten models, for some minutes
     python tests/support/broken_files.py bert swin   # those whose names contain one of the words
+    python tests/support/broken_files.py --half      # in float16
 
 Each mutation changes one thing of a right file: a weight, two weights, an operator, an axis, a
 number, a mask. Whether that changes the outputs is found out apart from ``verify``, in ONNX Runtime
@@ -392,7 +393,7 @@ class File:
         self.path, self.model = path, model
         self.proto = onnx.load(path)
         graph = ir.from_proto(self.proto)
-        self.bound = tolerance_for({torch.float32})
+        self.bound = tolerance_for({tensor.dtype for tensor in model.parameters()})
         self.cases, self.expected = [], []
         session = ort.InferenceSession(path, _silent())
         for case in (case for seed in SEEDS for case in random_inputs(graph, seed)):
@@ -428,11 +429,19 @@ class File:
         return "missed" if differs else "equivalent"
 
 
-def outcomes(name: str, folder: Path, tries: int = TRIES) -> Iterator[tuple[str, str]]:
+def _halved(value: Tensor) -> Tensor:
+    return value.half() if value.is_floating_point() else value
+
+
+def outcomes(
+    name: str, folder: Path, tries: int = TRIES, *, half: bool = False
+) -> Iterator[tuple[str, str]]:
     """Yields the name of each mutation of a model that is tried, and what became of it."""
     torch.manual_seed(0)
     model, inputs, shapes = MODELS[name]()
     model.eval()
+    if half:
+        model, inputs = model.half(), {key: _halved(value) for key, value in inputs.items()}
     path = folder / f"{name}.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -455,7 +464,9 @@ def main() -> int:
     """Tries all mutations, and prints a table."""
     parser = argparse.ArgumentParser(description="Breaks files; counts what verify catches.")
     parser.add_argument("words", nargs="*", help="parts of the names of models to try")
-    words = parser.parse_args().words
+    parser.add_argument("--half", action="store_true", help="the models are in float16")
+    arguments = parser.parse_args()
+    words = arguments.words
     names = [name for name in MODELS if not words or any(word in name for word in words)]
     kinds = ("caught", "missed", "caught, by its own inputs", "equivalent", "refused")
     table = Table("model", *kinds, title="Broken files", title_justify="left")
@@ -464,7 +475,7 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         for name in names:
             counts: Counter[str] = Counter()
-            for mutation, outcome in outcomes(name, Path(folder)):
+            for mutation, outcome in outcomes(name, Path(folder), half=arguments.half):
                 counts[outcome] += 1
                 if outcome == "missed":
                     console.print(f"{name}: {mutation} is missed")
