@@ -139,7 +139,14 @@ def verify(
             if rank_files.record_of(stored) is None
             else LoadedRanks(path, proto, runtime, exchange)
         )
-        models = Models(model, reference, len(proto.graph.output), exchange, rounds)
+        models = Models(
+            model,
+            reference,
+            len(proto.graph.output),
+            exchange,
+            rounds=rounds,
+            is_widened=bool(file.missing),
+        )
         try:
             results = [verified(file, models, trial, tolerance) for trial in trials]
         except RefusedSizesError:
@@ -153,7 +160,14 @@ def verify(
     cases = tuple(result for result in results if result is not None)
     left_out = len(results) - len(cases)
     report = VerificationReport(
-        path, runtime_name, tolerance, cases, left_out, by_operator=computed, by_function=expanded
+        path,
+        runtime_name,
+        tolerance,
+        cases,
+        left_out,
+        by_operator=computed,
+        by_function=expanded,
+        missing=file.missing,
     )
     if not report.passed:
         raise VerificationError(report)
@@ -180,6 +194,7 @@ def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> Verif
         cases=cases,
         by_operator=by_operator if library else None,
         by_function=by_function,
+        missing=next((report.missing for report in reports if report.missing), ""),
     )
 
 

@@ -17,11 +17,12 @@ from dynamo_moe.files import rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.library_operators import OPERATORS, operator_nodes, take_operators
 from dynamo_moe.files.library_operators import library as library_file
-from dynamo_moe.files.model_files import all_nodes
+from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.moe_nodes.nodes import OFFLOADED_DOMAIN
 from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import target_of
 from dynamo_moe.operators.foreign import foreign_operator
+from dynamo_moe.verification import widening
 from dynamo_moe.verification.exchange import Exchange
 from dynamo_moe.verification.ranks import Ranks
 from dynamo_moe.verification.routing import add_routing_outputs
@@ -37,6 +38,11 @@ class LoadedFile:
     errors of 2 and more). Computing the routing reads it, which hides the error (from 1.4 to 0.8 in
     a file of two layers). So such a file runs as it is, and the routing comes from a session of its
     own.
+
+    Attributes:
+        inputs: The names of the file's inputs.
+        missing: An operator that ONNX Runtime does not have in bfloat16: the file is computed in
+            float32. Empty if it runs as it is.
     """
 
     def __init__(
@@ -60,15 +66,24 @@ class LoadedFile:
         self._routed, routed = add_routing_outputs(proto), as_it_is
         if self._routed:
             routed = (proto.SerializeToString(), str(path.parent), *as_it_is[2:])
+        self.missing = ""
         try:
-            self._session, self.inputs = runtime.load(*(as_it_is if separate else routed))
+            self._load(as_it_is, routed, separate=separate)
         except RefusedError as error:
-            raise ValueError(
-                f"ONNX Runtime cannot run {path}: {_reason(str(error), proto)}"
-            ) from error
+            self.missing = _missing_in_bfloat16(str(error), proto)
+            if not self.missing:
+                raise _unreadable(path, error, proto) from error
+            wide = (_in_float32(path, arguments) for arguments in (as_it_is, routed))
+            try:
+                self._load(*wide, separate=separate)
+            except RefusedError as second:
+                raise _unreadable(path, second, proto) from second
+
+    def _load(self, as_it_is: _Arguments, routed: _Arguments, *, separate: bool) -> None:
+        self._session, self.inputs = self._runtime.load(*(as_it_is if separate else routed))
         self._routing_session = self._session
         if self._routed and separate:
-            self._routing_session, _ = runtime.load(*routed)
+            self._routing_session, _ = self._runtime.load(*routed)
 
     def moe_nodes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns the MoE nodes that operators of the library computed, and those that did not."""
@@ -103,6 +118,8 @@ class LoadedFile:
 class LoadedRanks:
     """The files of all ranks, without expert ids, of which each has its own alone."""
 
+    missing = ""
+
     def __init__(
         self, path: Path, proto: onnx.ModelProto, runtime: Runtime, exchange: Exchange | None
     ) -> None:
@@ -136,6 +153,30 @@ def _refusal(path: Path, feeds: Mapping[str, np.ndarray], error: RefusedError) -
 _RUNTIME_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 
 
+_Arguments = tuple[Any, ...]
+"""Of :meth:`Runtime.load`."""
+
+
+def _in_float32(path: Path, arguments: _Arguments) -> _Arguments:
+    """Returns what loads a file so that it computes in float32, instead of in bfloat16."""
+    model, *rest = arguments
+    is_file = isinstance(model, str)
+    proto = inlined(load_graph(path)) if is_file else onnx.ModelProto.FromString(model)
+    return (widening.in_float32(proto).SerializeToString(), *(rest or [str(path.parent)]))
+
+
+def _missing_in_bfloat16(error: str, proto: onnx.ModelProto) -> str:
+    """Returns the operator that ONNX Runtime does not have in a file's bfloat16, or nothing."""
+    missing = re.search(r"Could not find an implementation for (\w+)\(\d+\)", error)
+    types = {tensor.data_type for tensor in proto.graph.initializer}
+    types |= {value.type.tensor_type.elem_type for value in proto.graph.input}
+    return missing[1] if missing and onnx.TensorProto.BFLOAT16 in types else ""
+
+
+def _unreadable(path: Path, error: RefusedError, proto: onnx.ModelProto) -> ValueError:
+    return ValueError(f"ONNX Runtime cannot run {path}: {_reason(str(error), proto)}")
+
+
 def _reason(error: str, proto: onnx.ModelProto) -> str:
     """Returns why ONNX Runtime cannot load a file."""
     functions = {(function.domain, function.name) for function in proto.functions}
@@ -153,13 +194,6 @@ def _reason(error: str, proto: onnx.ModelProto) -> str:
                 f"{node.domain}::{node.op_type} has no body in the file. Give register_op a body "
                 "of standard operators, and export again"
             )
-    missing = re.search(r"Could not find an implementation for (\w+)\(\d+\)", error)
-    weights = {tensor.data_type for tensor in proto.graph.initializer}
-    if missing and onnx.TensorProto.BFLOAT16 in weights:
-        return (
-            f"on a CPU it has no {missing[1]} of bfloat16. Verify an export of the model in "
-            "float32, or with the experts alone in bfloat16"
-        )
     return error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ class Models:
     """The model, and another one that the file has to agree with instead, if any.
 
     The file has so many outputs: tensors, and numbers that are sizes; constants are none. If it
-    ``rounds``, it may be as far from a model in float32 as that model in half precision is.
+    ``rounds``, it may be as far from a model in float32 as that model in half precision is. Where
+    the file ``is_widened``, models are run in float32 too.
     """
 
     model: torch.nn.Module
@@ -49,10 +50,17 @@ class Models:
     count: int
     exchange: Exchange | None
     rounds: bool
+    is_widened: bool
 
     def results(self, case: Case) -> Results:
         """Runs them."""
-        with nullcontext() if self.exchange is None else self.exchange.sums():
+        with ExitStack() as stack:
+            if self.exchange is not None:
+                stack.enter_context(self.exchange.sums())
+            if self.is_widened:
+                case = rounding.widened_case(case)
+                for model in filter(None, (self.model, self.reference)):
+                    stack.enter_context(rounding.in_float32(model))
             with RoutingRecorder() as recorder:
                 outputs = outputs_of(self.model, case, self.count)
             expected = outputs
@@ -67,7 +75,7 @@ class Models:
             return None
         try:
             with rounding.in_float32(model):
-                return outputs_of(model, pytree.tree_map(rounding.widened, case), self.count)
+                return outputs_of(model, rounding.widened_case(case), self.count)
         except Exception:  # The model's own code runs, and may ask for half precision.
             return None
 

@@ -66,6 +66,8 @@ class VerificationReport:
             positions.
         by_operator: With the native library, the MoE nodes that its operators computed; else None.
         by_function: With the library, those that the functions beside them computed.
+        missing: An operator that ONNX Runtime does not have in bfloat16, for which file and model
+            were computed in float32, with the same weights; empty if they ran as they are.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class VerificationReport:
     left_out: int = 0
     by_operator: tuple[str, ...] | None = None
     by_function: tuple[str, ...] = ()
+    missing: str = ""
 
     @property
     def passed(self) -> bool:
@@ -111,6 +114,10 @@ class VerificationReport:
         table.caption = f"tolerance: max {self.tolerance.max:.0e}, RMS {self.tolerance.rms:.0e}"
         if self.left_out:
             table.caption += f"; {self.left_out} more cases were drawn, and refused by the model"
+        if self.missing:
+            table.caption += (
+                f"; in float32: ONNX Runtime has no {self.missing} of bfloat16 on a CPU"
+            )
         if self.by_operator is not None:
             table.caption += f"; MoE nodes by the library's operators: {len(self.by_operator)}"
         if self.by_function:

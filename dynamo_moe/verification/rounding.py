@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynamo_moe import pytree
 from dynamo_moe.private.pytorch import tensors_replaced
 from dynamo_moe.tolerances import Tolerance
 
@@ -23,14 +24,18 @@ def is_half(model: nn.Module) -> bool:
     return any(tensor.dtype in _HALF for tensor in (*model.parameters(), *model.buffers()))
 
 
-def widened(value: Any) -> Any:
-    """Returns a tensor in half precision as float32, and everything else as it is."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+def widened_case(case: Any) -> Any:
+    """Returns inputs with float32 in place of half precision."""
+    return pytree.tree_map(_widened, case)
 
 
 def in_float32(model: nn.Module) -> AbstractContextManager[None]:
     """Lets a model compute in float32, with its own weights as they are rounded."""
-    return tensors_replaced(model, lambda _, tensor: widened(tensor))
+    return tensors_replaced(model, lambda _, tensor: _widened(tensor))
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
 
 
 def allowed(of_model: tuple[float, float], bound: Tolerance) -> Tolerance | None:

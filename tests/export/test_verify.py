@@ -17,6 +17,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 from torch.optim.swa_utils import AveragedModel
 
 import custom_ops
@@ -474,11 +475,59 @@ def test_bfloat16_in_and_out(tmp_path: Path, isolated: bool) -> None:
     assert empty.cases[0].shapes == {"x": (0, 3)}
 
 
-def test_onnx_runtime_has_not_every_operator_in_bfloat16(tmp_path: Path) -> None:
-    model, path = nn.Linear(4, 3).bfloat16(), tmp_path / "model.onnx"
+def test_what_onnx_runtime_has_not_in_bfloat16_is_computed_in_float32(tmp_path: Path) -> None:
+    model, path = nn.Sequential(nn.Linear(4, 3), nn.GELU()).bfloat16(), tmp_path / "model.onnx"
     dynamo_moe.export(model, torch.randn(2, 4).bfloat16(), path)
-    with pytest.raises(ValueError, match=r"on a CPU it has no Gemm of bfloat16\. Verify an export"):
+    report = dynamo_moe.verify(path, model, tolerance=tolerance_for({torch.float32}))
+    assert report.missing == "Gemm"
+    assert "in float32: ONNX Runtime has no Gemm of bfloat16" in str(report.__rich__().caption)
+    assert report.to_dict()["missing"] == "Gemm"
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        model[0].bias += 0.25
+    with pytest.raises(dynamo_moe.VerificationError):
         dynamo_moe.verify(path, model)
+
+
+@pytest.mark.parametrize("form", ["plugin", "unrolled", "dense", "onnxruntime", "library"])
+def test_layers_in_bfloat16(tmp_path: Path, form: str) -> None:
+    layers = OpLayer(activation="relu"), OpLayer(activation="silu", gated=True, biases=False)
+    model = op_model(*layers).bfloat16()
+    path = tmp_path / "model.onnx"
+    options = {"unrolled": {"body": "unrolled"}, "library": {}}.get(form, {"target": form})
+    shapes = {"input": {1: "tokens"}}
+    example = torch.randn(2, 5, 16).bfloat16()
+    dynamo_moe.export(
+        model, example, path, dynamic_shapes=shapes, external_data=form == "plugin", **options
+    )
+    report = dynamo_moe.verify(path, model, library=form == "library")
+    assert report.missing
+    assert all(case.max_error < 1e-3 for case in report.cases)
+    assert all(case.routing_agreement in (None, 1.0) for case in report.cases)
+
+
+def test_branches_and_loops_in_bfloat16(tmp_path: Path) -> None:
+    class Scanned(nn.Module):
+        """A branch with a constant of its own, and a recurrence, which is a loop."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+                carry = carry * self.factor + row
+                return carry, carry * 2
+
+            x = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x * 1.5, (x,))
+            return scan(step, x.new_zeros(4), x)[1]
+
+    model, path = Scanned().eval().bfloat16(), tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(5, 4).bfloat16(), path)
+    report = dynamo_moe.verify(path, model)
+    assert report.missing
+    assert {node.op_type for node in onnx.load(path).graph.node} >= {"If", "Scan"}
+    assert all(case.max_error < 1e-3 for case in report.cases)
 
 
 # --- ONNX Runtime in a separate process ---
