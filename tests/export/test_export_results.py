@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import custom_ops
 import dynamo_moe
 from dynamo_moe.weights import placeholders
 from export_forms import BESIDE_THE_NODE, FORMS, TOKENS, mixed_model, run
@@ -35,6 +36,25 @@ def test_runs_at_other_shapes_than_the_example(exported, name: str, form: str) -
 def test_empty_batch(exported, name: str, form: str) -> None:
     _, path = exported(name, form)
     assert run(path, torch.randn(0, 5, 16)).shape == (0, 5, 16)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first bias alone", "no bias"])
+def test_biases_that_are_absent_before_another_input(tmp_path: Path, first: bool) -> None:
+    class Selecting(OpLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b2, self.b1 = None, self.b1 if first else None
+            self.selection_bias = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = self.router_weight, self.w1, self.b1, self.w2, self.b2
+            return custom_ops.dropless(x, *weights, 2, selection_bias=self.selection_bias)
+
+    model, path = op_model(Selecting()), tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(4, 16), path)
+    assert dynamo_moe.verify(path, model).passed
+    sizes = [tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer]
+    assert (sizes.count((6, 16)), sizes.count((6, 24))) == (2, 1)  # The router's weight, too.
 
 
 @pytest.mark.parametrize("form", FORMS)
