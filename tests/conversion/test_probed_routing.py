@@ -575,6 +575,12 @@ def test_left(layer: type[nn.Module]) -> None:
     assert [left.module for left in report.unrecognised] == ["0"]
 
 
+def test_an_expert_that_is_always_on_is_said_to_be_no_mixture() -> None:
+    torch.manual_seed(0)
+    (left,) = dynamo_moe.convert(nn.Sequential(OneIsOn()).eval()).unrecognised
+    assert left.reason == "its result is not a weighted sum of its experts' results"
+
+
 def test_tokens_of_their_neighbours_are_theirs() -> None:
     """What experts take is found too, if the forward computes it for every token."""
     model, converted = pair(Neighbours)
