@@ -126,6 +126,17 @@ def numbers_first(x: Tensor) -> tuple[Tensor, ...]:
     return 1.0 - mask, 1 - mask, torch.rsub(mask, 2.5, alpha=3), *quotients
 
 
+def sizes_beside_integers(x: Tensor) -> tuple[Tensor, ...]:
+    height, width = x.shape[2:]
+    places = torch.arange(height * width) - 9
+    natural = (places + 10) % 5 + 1
+    bits = places & height, places | width, places ^ height, height & places, width | places
+    shifts = natural << height, (natural * 100) >> width, natural.bitwise_left_shift(width)
+    powers = natural**height, height**natural, (natural / 4) ** height, width ** (natural / 4)
+    remainders = places % height, width % (natural - 7), x % width, places % (height / 2 - width)
+    return *bits, *shifts, *powers, *remainders
+
+
 def sums_of_booleans(x: Tensor) -> Tensor:
     return (x > 1) + (x < 0)
 
@@ -265,6 +276,7 @@ FUNCTIONS = [
     distances_of_pairs,
     special_functions,
     numbers_first,
+    sizes_beside_integers,
     squeezed,
     sums_of_booleans,
     sums_in_half_precision,
