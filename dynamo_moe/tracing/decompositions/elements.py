@@ -83,7 +83,7 @@ def _of_promoted(function: Function, x: Any, y: Any) -> Any:
 
 
 # The exporter takes known numbers alone beside tensors in these, or computes with the wrong dtype.
-for _function, _overloads in {
+for _of_tensors, _overloads in {
     _aten.remainder.Tensor: (_aten.remainder.Scalar, _aten.remainder.Scalar_Tensor),
     _aten.pow.Tensor_Tensor: (_aten.pow.Tensor_Scalar, _aten.pow.Scalar),
     _aten.bitwise_and.Tensor: (_aten.bitwise_and.Scalar, _aten.bitwise_and.Scalar_Tensor),
@@ -100,7 +100,7 @@ for _function, _overloads in {
         _aten.bitwise_right_shift.Scalar_Tensor,
     ),
 }.items():
-    decomposes(*_overloads, when=_is_of_a_size)(partial(_of_promoted, _function))
+    decomposes(*_overloads, when=_is_of_a_size)(partial(_of_promoted, _of_tensors))
 
 
 # The exporter adds 1 and takes it off again, which leaves nothing of small numbers.
