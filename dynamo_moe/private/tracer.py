@@ -25,7 +25,12 @@ from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 
 from dynamo_moe.private import exporter
-from dynamo_moe.private.pytorch import FakeTensorMode, ShapeEnv, enable_python_dispatcher
+from dynamo_moe.private.pytorch import (
+    FakeTensorMode,
+    OpOverload,
+    ShapeEnv,
+    enable_python_dispatcher,
+)
 from dynamo_moe.process_state import Change, ProcessState, replaced
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "SYMBOLIC_SQUARE_ROOT",
     "TRACERS",
     "can_decompose",
+    "composite_computed",
     "enable_python_dispatcher",
     "exporting",
     "failures_unsaid",
@@ -119,6 +125,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "_dynamo_config.fake_tensor_cache_enabled": (),
     "_dynamo_config.patch": (),
     "torch._C._set_grad_enabled": (),
+    "torch._C.DispatchKey.CompositeImplicitAutograd": (),
     "FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
@@ -464,6 +471,34 @@ def _graphs_compiled_late() -> Iterator[None]:
 
 graphs_compiled_late = ProcessState(_graphs_compiled_late)
 """Makes no Python code of graphs that are only rewritten; Dynamo reads its own."""
+
+
+def composite_computed(operator: OpOverload, function: Callable[..., Any]) -> Change:
+    """Returns a change by which a trace computes a composite operator by a function.
+
+    Where the function returns NotImplemented, the operator is computed by PyTorch's own code.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return operator._op_dk(key, *args, **kwargs) if result is NotImplemented else result
+
+    @contextlib.contextmanager
+    def change() -> Iterator[None]:
+        kernels, called = (getattr(operator, n, None) for n in ("py_kernels", "_dispatch_cache"))
+        if missing() is not None or kernels is None or called is None or key in kernels:
+            yield
+            return
+        called.clear()
+        kernels[key] = kernel
+        try:
+            yield
+        finally:
+            del kernels[key]
+            called.clear()
+
+    return change
 
 
 @contextlib.contextmanager

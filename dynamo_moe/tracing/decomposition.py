@@ -166,9 +166,9 @@ class _Decomposer:
         if isinstance(target, OpOverload):
             if target is _aten.detach_.default:
                 target = _aten.detach.default
-            better = DECOMPOSITIONS.get(target)
-            if better is not None and better.applies(*values(node.args), **values(node.kwargs)):
-                target = better.function
+            better = _better(target, node)
+            if better is not target:
+                target = better
             elif _is_only_cast(node):
                 return self._cast(node, new)
             target = _SIMPLER.get(target, target)
@@ -242,6 +242,15 @@ class _Decomposer:
             traced = self.run(traced, is_branch=True)
         traced.graph.eliminate_dead_code()
         return traced.graph
+
+
+def _better(target: Any, node: fx.Node) -> Any:
+    """Returns our own function for a call; another name's operator may have one in turn."""
+    better = DECOMPOSITIONS.get(target)
+    while better is not None and better.applies(*values(node.args), **values(node.kwargs)):
+        target = better.function
+        better = DECOMPOSITIONS.get(target)
+    return target
 
 
 def _is_only_cast(node: fx.Node) -> bool:

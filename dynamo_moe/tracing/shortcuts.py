@@ -13,8 +13,9 @@ from torch import fx
 from dynamo_moe.private import tracer
 from dynamo_moe.process_state import Change, ProcessState, replaced
 from dynamo_moe.tracing import remembered_operators, remembered_sizes
+from dynamo_moe.tracing.decompositions import COMPOSITES, DECOMPOSITIONS
 
-__all__ = ["capturing", "decomposing", "savings"]
+__all__ = ["capturing", "composites", "decomposing", "savings"]
 
 
 def savings() -> dict[str, list[Change]]:
@@ -49,8 +50,14 @@ def _tracing_made_cheap() -> Iterator[None]:
 # A state of its own: captures and decompositions that overlap share one.
 _cheap_tracing = ProcessState(_tracing_made_cheap)
 
+composites = ProcessState(
+    *(tracer.composite_computed(operator, DECOMPOSITIONS[operator]) for operator in COMPOSITES)
+)
+"""Computes composites by our own functions wherever PyTorch traces them."""
+
 capturing = ProcessState(
     _cheap_tracing,
+    composites,
     tracer.unfused_transformers,
     tracer.sizes_of_one,
     tracer.fractions_unknown,
@@ -58,5 +65,7 @@ capturing = ProcessState(
 )
 """How PyTorch traces a model for ONNX."""
 
-decomposing = ProcessState(_cheap_tracing, tracer.sizes_of_one, tracer.fractions_unknown)
+decomposing = ProcessState(
+    _cheap_tracing, composites, tracer.sizes_of_one, tracer.fractions_unknown
+)
 """How PyTorch traces single operators of a traced program."""

@@ -108,6 +108,7 @@ def _headline(error: Exception) -> str:
 
 @torch.no_grad()  # Else a loop keeps what its gradient would need, sizes among it, which fails.
 @tracer.fractions_unknown()
+@shortcuts.composites()
 def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
     onnx_program = torch.onnx.export(
         _with_own_decompositions(program),

@@ -126,6 +126,17 @@ def numbers_first(x: Tensor) -> tuple[Tensor, ...]:
     return 1.0 - mask, 1 - mask, torch.rsub(mask, 2.5, alpha=3), *quotients
 
 
+def sizes_beside_integers(x: Tensor) -> tuple[Tensor, ...]:
+    height, width = x.shape[2:]
+    places = torch.arange(height * width) - 9
+    natural = (places + 10) % 5 + 1
+    bits = places & height, places | width, places ^ height, height & places, width | places
+    shifts = natural << height, (natural * 100) >> width, natural.bitwise_left_shift(width)
+    powers = natural**height, height**natural, (natural / 4) ** height, width ** (natural / 4)
+    remainders = places % height, width % (natural - 7), x % width, places % (height / 2 - width)
+    return *bits, *shifts, *powers, *remainders
+
+
 def sums_of_booleans(x: Tensor) -> Tensor:
     return (x > 1) + (x < 0)
 
@@ -181,6 +192,74 @@ def narrow_indices(x: Tensor) -> tuple[Tensor, ...]:
     return x[:, two], x[two.long() // 2, two], changed, x.index_put((two[:1],), x[:1] * 0)
 
 
+def chunks(x: Tensor) -> tuple[Tensor, ...]:
+    """Of sizes that do not divide; where there are fewer chunks, the model fails."""
+    one, two, three = x.chunk(3, -1)
+    (whole,) = x.chunk(1, 2)
+    return *x.chunk(2, 1), one, two * 2, three, whole
+
+
+def sections(x: Tensor) -> tuple[Tensor, ...]:
+    return *x.tensor_split(3, -1), *torch.tensor_split(x, 2, 1), *x.tensor_split(11, 2)
+
+
+def diagonals(x: Tensor) -> tuple[Tensor, ...]:
+    batched = (x.diagonal(offset, -2, -1) for offset in (-2, 0, 1))
+    return *batched, x.diagonal(0, 3, 1), x[0].diagonal()
+
+
+def without_nan(*results: Tensor) -> tuple[Tensor, ...]:
+    """Shows where NaN is, which equals nothing."""
+    return tuple(result.masked_fill(result.isnan(), 99) for result in results)
+
+
+def modes(x: Tensor) -> tuple[Tensor, ...]:
+    """Where numbers tie, and where there are none; PyTorch's sort puts a NaN anywhere."""
+    ties = x.round()
+    no_number = (x[:, :1] * torch.nan).mode(-1, keepdim=True)
+    masks = (x > 0).mode(1)
+    return *ties.mode(-1), *ties.int().mode(2, True), *masks, *without_nan(*no_number)
+
+
+def medians_beside_nan(x: Tensor) -> tuple[Tensor, ...]:
+    holed = x.masked_fill(x > 0.5, torch.nan)
+    results = (
+        *holed.nanmedian(-1),
+        *holed.nanmedian(1, keepdim=True),
+        holed.nanmedian(),
+        (holed / 0).abs().nanmedian(2).values,
+        (x[0] * torch.nan).nanmedian(),
+    )
+    return *without_nan(*results), *(x * 4).round().long().unique().nanmedian(0)
+
+
+def covariances(x: Tensor) -> tuple[Tensor, ...]:
+    rows, whole = x[0, 0], (x[0, 0] * 4).long()
+    counts, weights = whole[0].abs() + 1, x[0, 1, 0].abs()
+    return (
+        rows.cov(),
+        rows[0].cov(correction=0),
+        whole.cov(fweights=counts),
+        rows.cov(aweights=weights),
+        rows.cov(correction=2, fweights=counts, aweights=weights),
+        rows.corrcoef(),
+    )
+
+
+def distances_of_pairs(x: Tensor) -> tuple[Tensor, ...]:
+    return *(F.pdist(x[0, 0], p) for p in (0.0, 1.0, 2.0, 3.0, torch.inf)), F.pdist(x[0, 0, :1])
+
+
+def special_functions(x: Tensor) -> tuple[Tensor, ...]:
+    """At their edges, and beyond them."""
+    near_one = 1 - x.abs() * 1e-6
+    edges = torch.tensor([0.0, -1.0, 1.0, 2.0, torch.nan, -0.9, 90.0, 1000.0]) + 0 * x[..., :1]
+    wide = torch.special.i0(x * 20) / (x * 20).abs().exp()
+    whole = (x > 0).long().erfinv(), (x * 3).long().i0()
+    at_edges = without_nan(edges.erfinv(), edges.i0())
+    return x.tanh().erfinv(), near_one.erfinv(), x.i0(), wide, *at_edges, *whole
+
+
 def squeezed(x: Tensor) -> tuple[Tensor, ...]:
     """Dimensions that are not 1 stay."""
     one = x[:, :1]
@@ -188,7 +267,16 @@ def squeezed(x: Tensor) -> tuple[Tensor, ...]:
 
 
 FUNCTIONS = [
+    chunks,
+    sections,
+    diagonals,
+    modes,
+    medians_beside_nan,
+    covariances,
+    distances_of_pairs,
+    special_functions,
     numbers_first,
+    sizes_beside_integers,
     squeezed,
     sums_of_booleans,
     sums_in_half_precision,
@@ -242,8 +330,9 @@ def test_half_precision(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("function", [circular, divided, attention, selected, of_mixed_dtypes])
-def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:
+def after_a_change(function: Function) -> Call:
+    """Returns a model that PyTorch's own steps decompose."""
+
     def changing(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         y = x * 2
         with torch.autocast("cpu", enabled=False):
@@ -251,11 +340,53 @@ def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> 
         y.add_(1)
         return function(z)
 
+    return Call(changing)
+
+
+@pytest.mark.parametrize("function", [circular, divided, attention, selected, of_mixed_dtypes])
+def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:
     torch.manual_seed(0)
-    model, path = Call(changing), tmp_path / "m.onnx"
+    model, path = after_a_change(function), tmp_path / "m.onnx"
     dynamo_moe.export(model, torch.randn(2, 3, 8, 9), path, dynamic_shapes=None)
     assert len(retraces) == 1
     check_numbers(path, model, torch.rand(2, 3, 8, 9))
+
+
+@pytest.mark.parametrize("function", [chunks, sections, covariances, distances_of_pairs])
+def test_symbolic_sizes_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:
+    torch.manual_seed(0)
+    model, path = after_a_change(function), tmp_path / "m.onnx"
+    shapes = {"x": {2: "height", 3: "width"}}
+    dynamo_moe.export(model, torch.randn(2, 3, 8, 9), path, dynamic_shapes=shapes)
+    assert len(retraces) == 1
+    for sizes in ((2, 3, 8, 9), (2, 3, 7, 6), (2, 3, 12, 13)):
+        check_numbers(path, model, torch.rand(sizes))
+
+
+def test_as_many_chunks_as_there_are(tmp_path: Path) -> None:
+    """Of 4 numbers there are two chunks where three are asked for, so a file has a range."""
+    model, path, x = Call(lambda x: tuple(x.chunk(3, 1))), tmp_path / "m.onnx", torch.randn(2, 6)
+    with pytest.raises(dynamo_moe.ExportError, match=r"chunk.* is wrong where x.shape\[1\] is 4"):
+        dynamo_moe.export(model, x, path, dynamic_shapes={"x": {1: "width"}})
+    width = torch.export.Dim("width", min=5)
+    dynamo_moe.export(model, x, path, dynamic_shapes={"x": {1: width}})
+    for size in (5, 6, 7, 8, 16):
+        check_numbers(path, model, torch.randn(2, size))
+    with pytest.raises(dynamo_moe.ExportError, match=r"wrong where x.shape\[1\] is"):
+        dynamo_moe.export(model, x[:, :4], path, dynamic_shapes={"x": {1: "width"}})
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"), [(torch.erfinv, "erf_inv"), (torch.special.i0, "bessel_i0")]
+)
+def test_special_functions_in_float64_are_refused(
+    tmp_path: Path, function: Function, operator: str
+) -> None:
+    """What stands for them has the precision of float32."""
+    with pytest.raises(dynamo_moe.ExportError, match=f"operator prims.{operator} has no"):
+        dynamo_moe.export(
+            Call(lambda x: function(x.double())), torch.randn(2, 6), tmp_path / "m.onnx"
+        )
 
 
 def smaller(x: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from dynamo_moe.tracing.decompositions import (  # noqa: F401  Importing fills t
     layers,
     orders,
     reductions,
+    special,
 )
+from dynamo_moe.tracing.decompositions.composites import COMPOSITES
 from dynamo_moe.tracing.decompositions.pictures import adaptive_windows
 from dynamo_moe.tracing.decompositions.table import DECOMPOSITIONS, decomposes
 
-__all__ = ["DECOMPOSITIONS", "adaptive_windows", "decomposes"]
+__all__ = ["COMPOSITES", "DECOMPOSITIONS", "adaptive_windows", "decomposes"]

@@ -74,6 +74,35 @@ def _floor_divide(x: Any, y: Any) -> Any:
     return torch.floor_divide(*_promoted(x, y))
 
 
+def _is_of_a_size(x: Any, y: Any) -> bool:
+    return any(isinstance(value, torch.SymInt | torch.SymFloat) for value in (x, y))
+
+
+def _of_promoted(function: Function, x: Any, y: Any) -> Any:
+    return function(*_promoted(x, y))
+
+
+# The exporter takes known numbers alone beside tensors in these, or computes with the wrong dtype.
+for _of_tensors, _overloads in {
+    _aten.remainder.Tensor: (_aten.remainder.Scalar, _aten.remainder.Scalar_Tensor),
+    _aten.pow.Tensor_Tensor: (_aten.pow.Tensor_Scalar, _aten.pow.Scalar),
+    _aten.bitwise_and.Tensor: (_aten.bitwise_and.Scalar, _aten.bitwise_and.Scalar_Tensor),
+    _aten.bitwise_or.Tensor: (_aten.bitwise_or.Scalar, _aten.bitwise_or.Scalar_Tensor),
+    _aten.bitwise_xor.Tensor: (_aten.bitwise_xor.Scalar, _aten.bitwise_xor.Scalar_Tensor),
+    _aten.bitwise_left_shift.Tensor: (
+        _aten.__lshift__.Scalar,
+        _aten.bitwise_left_shift.Tensor_Scalar,
+        _aten.bitwise_left_shift.Scalar_Tensor,
+    ),
+    _aten.bitwise_right_shift.Tensor: (
+        _aten.__rshift__.Scalar,
+        _aten.bitwise_right_shift.Tensor_Scalar,
+        _aten.bitwise_right_shift.Scalar_Tensor,
+    ),
+}.items():
+    decomposes(*_overloads, when=_is_of_a_size)(partial(_of_promoted, _of_tensors))
+
+
 # The exporter adds 1 and takes it off again, which leaves nothing of small numbers.
 
 

@@ -13,6 +13,14 @@ from dynamo_moe.tracing.decompositions.table import decomposes
 _aten = torch.ops.aten
 
 
+def extreme(dtype: torch.dtype, sign: int) -> float:
+    """Returns the greatest number of a dtype, or with a negative sign the least."""
+    if dtype.is_floating_point:
+        return sign * math.inf
+    bounds = torch.iinfo(dtype)
+    return bounds.max if sign > 0 else bounds.min
+
+
 @decomposes(_aten.sort.stable)
 def _stable_sort(
     x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
@@ -47,6 +55,47 @@ def _median(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Te
 @decomposes(_aten.median.default)
 def _median_of_all(x: Tensor) -> Tensor:
     return torch.median(x.flatten(), 0).values
+
+
+@decomposes(_aten.nanmedian.dim)
+def _nan_median(x: Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+    """The place of the first number that is the median."""
+    if not x.is_floating_point() or not x.ndim:
+        return _median(x, dim, keepdim)
+    is_nan = x.isnan()
+    values = x.masked_fill(is_nan, math.inf).sort(dim).values
+    middle = ((~is_nan).sum(dim, keepdim=True) - 1).clamp(min=0) // 2
+    median = values.gather(dim, middle).masked_fill(is_nan.all(dim, keepdim=True), math.nan)
+    places = (x == median).long().argmax(dim, keepdim=True)
+    return (median, places) if keepdim else (median.squeeze(dim), places.squeeze(dim))
+
+
+@decomposes(_aten.nanmedian.default)
+def _nan_median_of_all(x: Tensor) -> Tensor:
+    return torch.nanmedian(x.flatten(), 0).values
+
+
+@decomposes(_aten.mode.default)
+def _mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The least of the most frequent numbers, and the last place of it.
+
+    PyTorch does not say which place it gives; it is the last one in rows of up to 16 numbers. NaN
+    is the result only where there is nothing else: beside one, PyTorch's depends on its place.
+    """
+    if not x.ndim:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    rows = x.movedim(dim, -1)
+    if x.dtype == torch.bool:
+        rows = rows.int()
+    counts = (rows.unsqueeze(-1) == rows.unsqueeze(-2)).sum(-1)
+    is_frequent = counts == counts.amax(-1, keepdim=True)
+    least = torch.where(is_frequent, rows, extreme(rows.dtype, 1)).amin(-1, keepdim=True)
+    if x.is_floating_point():
+        least = least.masked_fill(rows.isnan().all(-1, keepdim=True), math.nan)
+    places = torch.arange(x.shape[dim], device=x.device)
+    last = torch.where(rows == least, places, 0).amax(-1, keepdim=True)
+    values, last = least.to(x.dtype).movedim(-1, dim), last.movedim(-1, dim)
+    return (values, last) if keepdim else (values.squeeze(dim), last.squeeze(dim))
 
 
 @decomposes(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynamo_moe.tracing.decompositions.half_precision import in_float32, is_half, widened_half
+from dynamo_moe.tracing.decompositions.orders import extreme
 from dynamo_moe.tracing.decompositions.table import Function, decomposes
 
 _aten = torch.ops.aten
@@ -33,9 +34,7 @@ def _cumulative(reduce: Function, sign: int, x: Tensor, dim: int) -> tuple[Tenso
     places = torch.arange(x.shape[dim], device=x.device)
     rows = x.movedim(dim, -1).unsqueeze(-2)
     seen = places <= places[:, None]
-    bounds = None if x.is_floating_point() else torch.iinfo(x.dtype)
-    unseen = sign * math.inf if bounds is None else (bounds.max if sign > 0 else bounds.min)
-    values = reduce(torch.where(seen, rows, unseen), -1)
+    values = reduce(torch.where(seen, rows, extreme(x.dtype, sign)), -1)
     chosen = seen & (rows == values.unsqueeze(-1))
     indices = torch.where(chosen, places, 0).amax(-1)
     return values.movedim(-1, dim), indices.movedim(-1, dim)
@@ -76,6 +75,17 @@ def _cdist(x: Tensor, y: Tensor, p: float, compute_mode: int | None = None) -> T
     if p == math.inf:
         return differences.amax(-1)
     return differences.pow(p).sum(-1).pow(1 / p)
+
+
+@decomposes(_aten.pdist.default, _aten._pdist_forward.default)
+def _pdist(x: Tensor, p: float = 2.0) -> Any:
+    """The distances above the diagonal of all, row by row."""
+    rows = x.shape[0]
+    column = torch.arange(rows, device=x.device)
+    row = column[:, None]
+    places = torch.where(row < column, row * rows + column, rows * rows).reshape(-1).sort().values
+    distances = _cdist(x, x, p).reshape(-1)
+    return distances.index_select(0, places.narrow(0, 0, rows * (rows - 1) // 2))
 
 
 def _takes_a_root(x: Tensor, order: float = 2, *_: Any, dtype: Any = None) -> bool:
