@@ -85,6 +85,19 @@ def test_each_format_and_target(target: Any, weight_format: str, tmp_path: Path)
         torch.testing.assert_close(torch.from_numpy(result), model(tokens(8, 5)), **close)
 
 
+@pytest.mark.parametrize("weight_format", ["int4", "int8"])
+def test_a_scale_of_several_blocks_of_the_runtime(weight_format: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = nn.Sequential(nn.Linear(96, 24)).eval(), tmp_path / "m.onnx"
+    with torch.no_grad():
+        model[0].weight[:, 48:] *= 20  # So that a row's two scales differ.
+    zero_points = weight_format == "int4"
+    dynamo_moe.quantize(model, None, linear=weight_format, group=48, zero_points=zero_points)
+    exported = dynamo_moe.export(model, torch.randn(2, 96), path, target="onnxruntime")
+    assert exported.nodes["com.microsoft::MatMulNBits"] == 1
+    assert dynamo_moe.verify(path, model).passed
+
+
 def exact_session(path: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
