@@ -2,7 +2,7 @@
 
     python tests/support/broken_files.py             # ten models, for some minutes
     python tests/support/broken_files.py bert swin   # those whose names contain one of the words
-    python tests/support/broken_files.py --half      # in float16
+    python tests/support/broken_files.py --half      # in float16, without the recurrent one
 
 Each mutation changes one thing of a right file: a weight, two weights, an operator, an axis, a
 number, a mask. Whether that changes the outputs is found out apart from ``verify``, in ONNX Runtime
@@ -468,6 +468,8 @@ def main() -> int:
     arguments = parser.parse_args()
     words = arguments.words
     names = [name for name in MODELS if not words or any(word in name for word in words)]
+    if arguments.half:  # ONNX Runtime 1.31 dies of a float16 GRU with a linear layer behind it.
+        names = [name for name in names if name != "recurrent"]
     kinds = ("caught", "missed", "caught, by its own inputs", "equivalent", "refused")
     table = Table("model", *kinds, title="Broken files", title_justify="left")
     total: Counter[str] = Counter()
