@@ -165,26 +165,29 @@ class LocalExperts(nn.Module):
         y_TD = part.experts(x_TD, self.local_ids[ids_TK + 1], weights_TK, **options)
         return scatter_sum_over_ranks(y_TD, self.ranks, self.group).reshape(x.shape)
 
-    def dropless(
-        self,
-        x: Tensor,
-        router_weight: Tensor,
-        router_bias: Tensor | None = None,
-        selection_bias: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def dropless(self, x: Tensor, router_weight: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.dropless` with the experts of all ranks."""
-        router = {name: options.pop(name) for name in _ROUTER_OPTIONS & options.keys()}
-        with _without_autocast(x.device.type):
-            ids, weights = route(
-                x, router_weight, router_bias, RouterOptions(**router), selection_bias
-            )
+        ids, weights, options = routed(x, router_weight, **options)
         return self.experts(x, ids, weights, **options)
 
     def extra_repr(self) -> str:
         """The share, for ``print(model)``."""
         share = f"experts {self.share.start} to {self.share.stop - 1}" if self.share else "none"
         return f"{share} of {self.total}, rank {self.rank} of {self.ranks}"
+
+
+def routed(
+    x: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Returns the experts that the operator's router chooses, their weights, and other options."""
+    router = {name: options.pop(name) for name in _ROUTER_OPTIONS & options.keys()}
+    with _without_autocast(x.device.type):
+        ids, weights = route(x, router_weight, router_bias, RouterOptions(**router), selection_bias)
+    return ids, weights, options
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

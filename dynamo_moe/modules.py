@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
+from custom_ops.options import ExpertOptions
 from dynamo_moe import local_experts, packed_experts
 
 
@@ -37,6 +38,10 @@ class ConvertedModule(nn.Module, ABC):
             NotImplementedError: If the class has none that can be packed.
         """
         raise NotImplementedError(f"{type(self).__name__} has no experts_weights to be packed")
+
+    def experts_options(self) -> ExpertOptions | None:
+        """Returns the experts' options; None: experts whose columns have an order are decoded."""
+        return None
 
 
 class ParameterCache:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import custom_ops
+from custom_ops.dtypes import accumulation_dtype
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.packed_weights import PackedWeight
 from custom_ops.weight_formats import GLOBAL_SCALES, STORED_SUFFIXES
@@ -27,10 +28,13 @@ class PackedExperts(nn.Module):
         b1: Its bias ``[E, F]``, or None.
         w2: The second product's weight.
         b2: Its bias ``[E, D]``, or None.
+        w1_order: Where the columns of ``w1`` lie in another order than a token's numbers, the
+            number's place for each, ``[E, D]`` int64; or None.
     """
 
     b1: Tensor | None
     b2: Tensor | None
+    w1_order: Tensor | None
 
     def __init__(
         self,
@@ -39,9 +43,11 @@ class PackedExperts(nn.Module):
         b1: Tensor | None,
         w2: PackedWeight,
         b2: Tensor | None,
+        w1_order: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weight_format = weight_format
+        self.register_buffer("w1_order", w1_order)
         for name, weight, bias in (("1", w1, b1), ("2", w2, b2)):
             for suffix, tensor in zip(STORED_SUFFIXES, weight, strict=True):
                 self.register_buffer(f"w{name}{suffix}", tensor)
@@ -49,11 +55,24 @@ class PackedExperts(nn.Module):
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.experts` with these weights."""
-        return custom_ops.experts_packed(x, ids, weights, **self._tensors(x), **options)
+        tensors = self._tensors(x)
+        if self.w1_order is None:
+            return custom_ops.experts_packed(x, ids, weights, **tensors, **options)
+        residual = options.pop("residual", False)
+        # A row for each choice, whose numbers lie as its expert's columns do.
+        order = self.w1_order[ids.clamp(min=0)]
+        rows = x.unsqueeze(-2).expand_as(order).gather(-1, order)
+        each = ids.unsqueeze(-1), weights.unsqueeze(-1)
+        wide = custom_ops.experts_packed(rows, *each, **tensors, **options)
+        y = wide.sum(-2, dtype=accumulation_dtype(x)).to(x.dtype)
+        return x + y if residual else y
 
     def dropless(self, x: Tensor, router_weight: Tensor, **options: Any) -> Tensor:
         """Computes :func:`custom_ops.dropless` with these weights."""
-        return custom_ops.dropless_packed(x, router_weight, **self._tensors(x), **options)
+        if self.w1_order is None:
+            return custom_ops.dropless_packed(x, router_weight, **self._tensors(x), **options)
+        ids, weights, options = local_experts.routed(x, router_weight, **options)
+        return self.experts(x, ids, weights, **options)
 
     def packed_weights(self) -> tuple[PackedWeight, PackedWeight]:
         """Returns the tensors of both weights."""

@@ -350,6 +350,8 @@ def _share(
                 part.get_parameter(name).requires_grad_(weight.requires_grad)
     else:
         w1, w2 = (weight.each(local) for weight in weights)
-        part = PackedExperts(packed.weight_format, w1, local(packed.b1), w2, local(packed.b2))
+        biases = local(packed.b1), local(packed.b2)
+        order = local(packed.w1_order)
+        part = PackedExperts(packed.weight_format, w1, biases[0], w2, biases[1], order)
     local_experts_of_rank = LocalExperts(part, share, total, *place, counts)
     return _Replaced(path, layer, local_experts_of_rank, parameters, packed)

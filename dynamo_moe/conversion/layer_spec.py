@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
+from custom_ops.options import ExpertOptions
 from dynamo_moe import local_experts, packed_experts, pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
 from dynamo_moe.conversion.other_arguments import OtherTensor, is_plain
@@ -309,6 +310,10 @@ class ConvertedLayer(ConvertedModule):
     def experts_weights(self) -> ExpertWeights:
         """Returns the experts' weights as the operators take them; they may be copies."""
         return self._dynamo_moe_spec.experts.weights(self)
+
+    def experts_options(self) -> ExpertOptions:
+        """Returns the experts' options."""
+        return self._dynamo_moe_spec.experts.options
 
     def forget_weights(self) -> None:
         """Releases what calls have kept."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
+from custom_ops.options import ExpertOptions
 from dynamo_moe import local_experts, packed_experts
 from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
@@ -80,11 +83,43 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
         if pair is None:
             notes[path] = "its experts are decoded: not all of them are packed, or not alike"
             continue
-        weight_format, w1, w2 = pair
-        notes[path] = f"its experts stay packed ({weight_format})"
+        first, second = pair
+        w1, w2 = first.packed, second.packed
         b1, b2 = (None if bias is None else bias.detach() for bias in (weights.b1, weights.b2))
-        pack_layer(layer, PackedExperts(weight_format, w1, b1, w2, b2))
+        in_groups = first.order is not None or second.order is not None
+        if second.order is not None:
+            options = _experts_options(layer)
+            if options is None:
+                notes[path] = "its experts are decoded: their columns are in another order"
+                continue
+            rows_EF = _rows_in_order(second.order, options)
+            w1 = w1.each(partial(_in_order, rows_EF))
+            b1 = None if b1 is None else _in_order(rows_EF, b1)
+        notes[path] = f"its experts stay packed ({first.encoding})"
+        notes[path] += ", with columns in the order of their groups" * in_groups
+        pack_layer(layer, PackedExperts(first.encoding, w1, b1, w2, b2, first.order))
     return notes
+
+
+def _experts_options(layer: nn.Module) -> ExpertOptions | None:
+    if isinstance(layer, ConvertedModule):
+        return layer.experts_options()
+    return transformers_experts.experts_options(layer)
+
+
+def _rows_in_order(order_EH: Tensor, options: ExpertOptions) -> Tensor:
+    """Returns the rows ``[E, F]`` of ``w1`` that give hidden units in an order."""
+    if not options.gated:
+        return order_EH
+    if options.interleaved:
+        return torch.stack((2 * order_EH, 2 * order_EH + 1), dim=-1).flatten(1)
+    return torch.cat((order_EH, order_EH + order_EH.shape[1]), dim=1)
+
+
+def _in_order(rows_EF: Tensor, tensor: Tensor) -> Tensor:
+    """Returns ``[E, F, ...]`` with each expert's rows in an order; experts are read one by one."""
+    experts = range(tensor.shape[0])
+    return torch.stack([tensor[e].index_select(0, rows_EF[e]) for e in experts])
 
 
 def shared_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -118,6 +118,12 @@ def experts_weights(module: Experts) -> ExpertWeights:
     return ExpertWeights(w1, b1, w2, module.down_proj_bias if module.has_bias else None)
 
 
+def experts_options(module: Experts) -> ExpertOptions | None:
+    """Returns the options of converted experts; None of those that a fallback computes."""
+    options: ExpertOptions | None = getattr(module, _OPTIONS, None)
+    return options
+
+
 def _first_weight(module: Experts) -> str:
     return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
 

@@ -18,7 +18,7 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
 from custom_ops.weight_formats import SCALES, ZERO_POINTS
-from dynamo_moe.graph.matching import Writer, typed
+from dynamo_moe.graph.matching import Writer, dimensions, typed
 from dynamo_moe.graph.matmul_nbits import multiply_packed, operands, takes
 from dynamo_moe.graph.packed_matrices import (
     LeftError,
@@ -79,7 +79,13 @@ def dequantize_weights(model: ir.Model, product: ForeignOperator | None = None) 
             continue
         made = operands if is_multiplied else _initializers
         inputs = made(str(weight.name), matrix)
+        order = None
+        if matrix.order is not None:
+            order = initializer(f"{weight.name}_order", matrix.order)
+            graph.register_initializer(order)
         for user in users:
+            if order is not None:
+                _order_columns(writer, user, order)
             if product is not None and is_multiplied:
                 multiply_packed(writer, user, matrix, inputs, product)
                 model.opset_imports.setdefault(product.domain, 1)
@@ -210,6 +216,14 @@ def _dequantize(
     result = writer.node(user, "DequantizeLinear", read, blocks).outputs[0]
     user.replace_input_with(1, cast(typed(result, scales, sizes), narrow))
     user.attributes.pop("transB", None)
+
+
+def _order_columns(writer: Writer, user: ir.Node, order_K: ir.Value) -> None:
+    """Gives a product its first operand with columns in the order of its packed weight's."""
+    x = user.inputs[0]
+    axis = 0 if user.attributes.get_int("transA", 0) else -1
+    ordered = writer.node(user, "Gather", [x, order_K], {"axis": axis}).outputs[0]
+    user.replace_input_with(0, typed(ordered, x, dimensions(x)))
 
 
 def _spread(writer: Writer, user: ir.Node, matrix: PackedMatrix, scales: ir.Value) -> ir.Value:

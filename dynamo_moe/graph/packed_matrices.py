@@ -34,11 +34,13 @@ class PackedMatrix(NamedTuple):
         encoding: Its format in the file: ``int4``, ``int8`` or ``fp8``.
         packed: Its tensors, of ``[N, K]``.
         dtype: The dtype of its numbers.
+        order: The column ``[K]`` of the matrix for each that the tensors have; None: the same.
     """
 
     encoding: str
     packed: PackedWeight
     dtype: torch.dtype
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,7 +73,8 @@ class PackedMatrix(NamedTuple):
 def packed_matrices(lazies: Lazies) -> list[tuple[str, PackedWeight]]:
     """Returns the format and the tensors, as in a file, of all packed matrices of a model."""
     matrices = (lazy for lazy in lazies.values() if lazy.ndim == 2 and is_decoding(lazy))
-    return [_in_file(*found) for found in map(packed_matrix, matrices) if found is not None]
+    found = (stored for stored in map(packed_matrix, matrices) if stored is not None)
+    return [_in_file(stored.encoding, stored.packed) for stored in found]
 
 
 def decoded(weight: ir.Value) -> LazyTensor | None:
@@ -93,7 +96,8 @@ def matrix_of(weight: ir.Value, raw: LazyTensor) -> PackedMatrix:
     found = packed_matrix(raw if uses == {True} else raw.permute(1, 0))
     if found is None or raw.dtype not in KERNEL_FLOATS:
         raise LeftError("they are not in blocks, or were changed")
-    return PackedMatrix(*_in_file(*found), raw.dtype)
+    encoding, packed = _in_file(found.encoding, found.packed)
+    return PackedMatrix(encoding, packed, raw.dtype, found.order)
 
 
 def initializer(name: str, tensor: Tensor, dtype: ir.DataType | None = None) -> ir.Value:

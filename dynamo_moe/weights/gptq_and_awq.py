@@ -6,7 +6,6 @@ Legend: N rows (out), K columns (in) of a matrix, G groups of columns, R words, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from custom_ops.packed_weights import PackedWeight
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
-from dynamo_moe.weights.packed_tensors import Decoding, decoded
+from dynamo_moe.weights.packed_tensors import decoded
 
 
 def check_option(config: Mapping[str, Any], name: str, taken: tuple[Any, ...]) -> None:
@@ -46,24 +45,23 @@ def gptq(
         rows, columns, groups = qweight.shape[1], qweight.shape[0] * 32 // bits, scales.shape[0]
         codes = partial(_codes_by_row, name=prefix, bits=bits, added=one)
         zero_points = computed(codes, (qzeros,), (rows, groups), torch.int8)
-        order = tensors.get(f"{prefix}.g_idx")
+        group_of = tensors.get(f"{prefix}.g_idx")
+        order = None
         # Columns of one group have no order: with a group_size of -1, desc_act says nothing.
         if by_activation and groups > 1:
-            if order is None:
+            if group_of is None:
                 raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
-            to = dtype or scales.dtype
-            parts = (qweight, zero_points, scales, order)
-            return computed(_Regrouping(to, bits), parts, (rows, columns), to)
-        words = (qweight, zero_points, *([] if order is None else [order]))
+            order = order_by_group(group_of, groups, f"{prefix}.g_idx")
+        words = (qweight, zero_points, group_of if order is None else None, order)
         if bits == 8:
             pack = partial(_signed_by_column, name=prefix)
             values = computed(pack, words, (rows, columns), torch.int8)
             packed = PackedWeight(values, scales.t())
-            return decoded("int8", packed, (rows, columns), dtype or scales.dtype)
+            return decoded("int8", packed, (rows, columns), dtype or scales.dtype, order)
         pack = partial(_packed_by_column, name=prefix, symmetric=symmetric)
         values = computed(pack, words, (rows, columns // 2), torch.int8)
         packed = PackedWeight(values, scales.t(), None if symmetric else zero_points)
-        return decoded("int4", packed, (rows, columns), dtype or scales.dtype)
+        return decoded("int4", packed, (rows, columns), dtype or scales.dtype, order)
 
     return _by_words(tensors, weight, map(_sizes, settings), in_columns=True)
 
@@ -222,49 +220,68 @@ def _check_order(group_K: Tensor | None, columns: int, groups: int, name: str) -
         raise ValueError(f"{name}.g_idx has columns in another order, and desc_act is not set")
 
 
+def order_by_group(group_K: Tensor, groups: int, name: str) -> LazyTensor:
+    """Returns the columns ``[K]`` of a matrix in the order of their groups, once it is read.
+
+    Reading it raises a ValueError if the groups differ in size.
+    """
+    in_order = partial(_in_order_of_groups, groups=groups, name=name)
+    return computed(in_order, (group_K,), tuple(group_K.shape), torch.int64)
+
+
+def _in_order_of_groups(group_K: Tensor, groups: int, name: str) -> Tensor:
+    sorted_K, order_K = group_K.long().sort(stable=True)
+    columns = group_K.numel()
+    if not torch.equal(sorted_K, torch.arange(columns) // (columns // groups)):
+        raise ValueError(f"{name} must name each of {groups} groups {columns // groups} times")
+    return order_K
+
+
 def _packed_by_column(
     words_RN: Tensor,
     zero_points_NG: Tensor,
-    group_K: Tensor | None = None,
+    group_K: Tensor | None,
+    order_K: Tensor | None,
     *,
     name: str,
     symmetric: bool,
 ) -> Tensor:
-    """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``: those of each row's words."""
+    """Returns the bytes ``[N, K / 2]`` of words ``[K / 8, N]``, of columns in an order."""
     _check_order(group_K, 8 * words_RN.shape[0], zero_points_NG.shape[1], name)
     if symmetric and bool((zero_points_NG != 8).any()):
         raise ValueError(f"{name}.qzeros has zero points that are not 8, and sym is set")
-    return words_RN.t().contiguous().view(torch.int8)
+    bytes_NB = words_RN.t().contiguous().view(torch.int8)
+    return bytes_NB if order_K is None else pairs_in_order(bytes_NB, order_K)
+
+
+def pairs_in_order(bytes_NB: Tensor, order_K: Tensor) -> Tensor:
+    """Returns the bytes of the same codes, two to a byte, of columns in an order."""
+    codes_NB = bytes_NB.view(torch.uint8)
+    codes_NK = torch.stack((codes_NB & 15, codes_NB >> 4), dim=-1).flatten(1)
+    return _pairs(codes_NK.index_select(1, order_K))
+
+
+def _pairs(codes_NK: Tensor) -> Tensor:
+    return (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).contiguous().view(torch.int8)
 
 
 def _signed_by_column(
-    words_RN: Tensor, zero_points_NG: Tensor, group_K: Tensor | None = None, *, name: str
+    words_RN: Tensor,
+    zero_points_NG: Tensor,
+    group_K: Tensor | None,
+    order_K: Tensor | None,
+    *,
+    name: str,
 ) -> Tensor:
     """Returns the integers ``[N, K]`` of words ``[K / 4, N]`` whose zero points are all 128."""
     _check_order(group_K, 4 * words_RN.shape[0], zero_points_NG.shape[1], name)
     if bool((zero_points_NG != -128).any()):
         raise ValueError(f"{name}.qzeros has zero points that are not 128, which int8 has not")
-    return signed(words_RN.t().contiguous().view(torch.int8))
+    values_NK = signed(words_RN.t().contiguous().view(torch.int8))
+    return values_NK if order_K is None else values_NK.index_select(1, order_K)
 
 
 def _packed_by_row(words_KR: Tensor) -> Tensor:
     """Returns the bytes ``[N, K / 2]`` of AWQ's words ``[K, N / 8]``."""
     codes_NK = codes_of(words_KR, 4, _AWQ_ORDER).flatten(1).t()
-    return (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).contiguous().view(torch.int8)
-
-
-@dataclass(frozen=True)
-class _Regrouping(Decoding):
-    """From GPTQ's tensors to ``[N, K]``, whose columns are in the order of their activations."""
-
-    dtype: torch.dtype
-    bits: int
-
-    def __call__(
-        self, words_RN: Tensor, zero_points_NG: Tensor, scales_GN: Tensor, group_K: Tensor
-    ) -> Tensor:
-        codes_NK = codes_of(words_RN, self.bits).permute(1, 0, 2).flatten(1).float()
-        group_K = group_K.long()
-        zeros_NK = zero_points_NG.view(torch.uint8).float().index_select(1, group_K)
-        scales_NK = scales_GN.float().t().index_select(1, group_K)
-        return ((codes_NK - zeros_NK) * scales_NK).to(self.dtype)
+    return _pairs(codes_NK)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Decoding:
 class _Unpacking(Decoding):
     """From the tensors that store a matrix as one of the operators' formats to the matrix.
 
-    ``fields`` are those of :class:`PackedWeight` that the tensors are.
+    ``fields`` are those of :class:`PackedWeight` that the tensors are, and ``order``.
     """
 
     encoding: str
@@ -49,21 +49,56 @@ class _Unpacking(Decoding):
     fields: tuple[str, ...]
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        packed = PackedWeight(**dict(zip(self.fields, tensors, strict=True)))
-        return ENCODINGS[self.encoding].decode(*packed, dtype=torch.float32).to(self.dtype)
+        stored = dict(zip(self.fields, tensors, strict=True))
+        order = stored.pop(_ORDER, None)
+        encoding = ENCODINGS[self.encoding]
+        matrix = encoding.decode(*PackedWeight(**stored), dtype=torch.float32).to(self.dtype)
+        return matrix if order is None else matrix.index_select(-1, order.flatten().argsort())
+
+
+_ORDER = "order"
+
+
+class StoredWeight(NamedTuple):
+    """How a weight ``[..., N, K]`` is stored.
+
+    Attributes:
+        encoding: Its format, one of :data:`custom_ops.packed_weights.ENCODINGS`.
+        packed: Its packed tensors.
+        order: Where its columns are stored in another order, ``[..., K]``, int64: the weight's
+            column for each that is stored. None: as they are.
+    """
+
+    encoding: str
+    packed: PackedWeight
+    order: Tensor | None = None
 
 
 def decoded(
-    encoding: str, weight: PackedWeight, shape: tuple[int, ...], dtype: torch.dtype
+    encoding: str,
+    weight: PackedWeight,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    order: Tensor | None = None,
 ) -> LazyTensor:
-    """Returns a matrix ``[N, K]``, or ``[E, N, K]``, that is decoded when it is read."""
+    """Returns a matrix ``[N, K]``, or ``[E, N, K]``, that is decoded when it is read.
+
+    Args:
+        encoding: The format.
+        weight: The packed tensors.
+        shape: The matrix's.
+        dtype: The matrix's.
+        order: Of a matrix, as in :class:`StoredWeight`.
+    """
     tensors = {field: t for field, t in weight._asdict().items() if t is not None}
+    if order is not None:
+        tensors[_ORDER] = order.unsqueeze(0)  # A row, which moves as the others do.
     unpacking = _Unpacking(encoding, dtype, tuple(tensors))
     return computed(unpacking, tuple(tensors.values()), shape, dtype)
 
 
-def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
-    """Returns the format and the packed tensors of a weight ``[E, N, K]``; None if it is plain.
+def packed_weight(tensor: Tensor) -> StoredWeight | None:
+    """Returns how a weight ``[E, N, K]`` is stored; None if it is plain.
 
     None also where not all of it is packed in one way, or something was done with the decoded
     values that cannot be done with packed ones.
@@ -71,7 +106,7 @@ def packed_weight(tensor: Tensor) -> tuple[str, PackedWeight] | None:
     return _packed(tensor, [])
 
 
-def packed_matrix(tensor: Tensor) -> tuple[str, PackedWeight] | None:
+def packed_matrix(tensor: Tensor) -> StoredWeight | None:
     """Returns the same of a matrix ``[N, K]`` whose numbers are products rounded to its dtype.
 
     None also where they were rounded to another dtype before.
@@ -95,10 +130,11 @@ def stored_tensors(tensor: Any) -> Iterator[Tensor]:
 
 def _packed(
     tensor: Tensor, leaves: list[tuple[_Unpacking, tuple[Tensor, ...]]]
-) -> tuple[str, PackedWeight] | None:
-    """Returns a weight's format and packed tensors; ``leaves`` has what decodes them."""
+) -> StoredWeight | None:
+    """Returns how a weight is stored; ``leaves`` has what decodes it."""
     try:
         parts = {field: _remade(tensor, field, leaves) for field in PackedWeight._fields}
+        order = _common_order(_remade(tensor, _ORDER, leaves))
     except _OtherwiseError:
         return None
     kinds = {(unpacking.encoding, unpacking.fields) for unpacking, _ in leaves}
@@ -113,20 +149,31 @@ def _packed(
         return None
     if not known.blocks(rows[-1], columns, scales.shape[-2:]):
         return None
-    return encoding, packed
+    return StoredWeight(encoding, packed, order)
 
 
-def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight] | None:
-    """Returns the format and the packed tensors of a layer's two weights, for the operators.
+def _common_order(order: Tensor | None) -> Tensor | None:
+    """Returns the order ``[..., K]`` that all rows have of ``[..., R, K]``; None if it is none."""
+    if order is None:
+        return None
+    if order.shape[-2] > 1:
+        values = order.read() if isinstance(order, LazyTensor) else order
+        if bool((values != values[..., :1, :]).any()):
+            raise _OtherwiseError
+    return order.select(-2, 0)
+
+
+def packed_pair(w1: Tensor, w2: Tensor) -> tuple[StoredWeight, StoredWeight] | None:
+    """Returns how a layer's two weights are stored, both in one format, for the operators.
 
     In ``int4`` and ``int8``, the scales of larger groups are repeated, so that both weights have
     groups of one size; which changes no number. None if they are not packed, or not alike.
     """
     first, second = packed_weight(w1), packed_weight(w2)
-    if first is None or second is None or first[0] != second[0]:
+    if first is None or second is None or first.encoding != second.encoding:
         return None
-    encoding, one, two = first[0], first[1], second[1]
-    known = ENCODINGS[encoding]
+    one, two = first.packed, second.packed
+    known = ENCODINGS[first.encoding]
     if known.block is None:
         sizes = [w.shape[-1] // p.scales.shape[-1] for w, p in ((w1, one), (w2, two))]
         has_zero_points = one.zero_points is not None or two.zero_points is not None
@@ -139,7 +186,7 @@ def packed_pair(w1: Tensor, w2: Tensor) -> tuple[str, PackedWeight, PackedWeight
     )
     if one.scales.dtype != two.scales.dtype or not any(block in others for block in blocks):
         return None
-    return encoding, one, two
+    return first._replace(packed=one), second._replace(packed=two)
 
 
 def _in_groups(packed: PackedWeight, times: int, has_zero_points: bool) -> PackedWeight:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
-from dynamo_moe.weights.gptq_and_awq import auto_round, awq, check_option, codes_of, gptq, signed
+from dynamo_moe.weights.gptq_and_awq import (
+    auto_round,
+    awq,
+    check_option,
+    codes_of,
+    gptq,
+    order_by_group,
+    pairs_in_order,
+    signed,
+)
 from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
 from dynamo_moe.weights.packed_tensors import decoded, is_decoding
 
@@ -104,11 +113,9 @@ def _pack_quantized(
         words: Tensor,
         scales: Tensor,
         zero_points: Tensor | None,
-        order: Tensor | None,
+        group_of: Tensor | None,
         _: Tensor | None,
     ) -> LazyTensor:
-        if order is not None:
-            raise ValueError(f"{prefix}.weight_g_idx: groups in another order are not taken")
         per_word = 32 // bits
         rows, columns = (words.shape[0], words.shape[1] * per_word) if words.ndim == 2 else (0, 0)
         groups = scales.shape[1] if scales.ndim == 2 and scales.shape[0] == rows else 0
@@ -117,11 +124,20 @@ def _pack_quantized(
                 f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
                 f"{list(scales.shape)} is not packed in {bits} bits"
             )
+        order = None
+        if group_of is not None:
+            if list(group_of.shape) != [columns]:
+                raise ValueError(
+                    f"{prefix}.weight_g_idx, {list(group_of.shape)}, must be [{columns}]"
+                )
+            order = order_by_group(group_of, groups, f"{prefix}.weight_g_idx")
         if bits == 8:
             if zero_points is not None:
                 raise ValueError(f"{prefix}.weight_zero_point: int8 has no zero points")
             values = computed(signed, (words.view(torch.int8),), (rows, columns), torch.int8)
-            return _decoded("int8", PackedWeight(values, scales), dtype)
+            if order is not None:
+                values = values.index_select(1, order)
+            return _decoded("int8", PackedWeight(values, scales), dtype, order)
         if zero_points is not None:
             wanted = [-(-rows // per_word), groups]
             if zero_points.dtype != torch.int32 or list(zero_points.shape) != wanted:
@@ -131,7 +147,10 @@ def _pack_quantized(
                 )
             codes = partial(_codes_by_column, rows=rows)
             zero_points = computed(codes, (zero_points,), (rows, groups), torch.int8)
-        return _decoded("int4", PackedWeight(words.view(torch.int8), scales, zero_points), dtype)
+        values = words.view(torch.int8)
+        if order is not None:
+            values = computed(pairs_in_order, (values, order), tuple(values.shape), torch.int8)
+        return _decoded("int4", PackedWeight(values, scales, zero_points), dtype, order)
 
     others = ("weight_zero_point", "weight_g_idx", "weight_shape")
     return _read(tensors, "weight_packed", ("weight_scale",), others, weight)
@@ -445,11 +464,13 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PACKED_DTYPES = (*_FLOAT8, torch.int8, torch.uint8)
 
 
-def _decoded(encoding: str, packed: PackedWeight, dtype: torch.dtype | None) -> LazyTensor:
+def _decoded(
+    encoding: str, packed: PackedWeight, dtype: torch.dtype | None, order: Tensor | None = None
+) -> LazyTensor:
     """Returns the matrix that the tensors of one store; in the scales' dtype where none is said."""
     rows, row_bytes = packed.values.shape
     shape = (rows, row_bytes * ENCODINGS[encoding].per_byte)
-    return decoded(encoding, packed, shape, dtype or packed.scales.dtype)
+    return decoded(encoding, packed, shape, dtype or packed.scales.dtype, order)
 
 
 def _mxfp4(

@@ -82,13 +82,22 @@ def float4(encoding: str) -> Store:
 
 
 def gptq(matrix: Tensor) -> Stored:
-    codes, scales, zeros = of_4_bits(matrix, zero_points=False)
-    order = (torch.arange(len(codes)) // GROUP).int()
+    return gptq_in_order(matrix, torch.arange(matrix.shape[1]))
+
+
+def gptq_by_activation(matrix: Tensor) -> Stored:
+    """Groups columns by their size."""
+    return gptq_in_order(matrix, matrix.abs().amax(dim=0).argsort())
+
+
+def gptq_in_order(matrix: Tensor, order: Tensor) -> Stored:
+    codes, scales, zeros = of_4_bits(matrix[:, order], zero_points=False)
+    place = order.argsort()
     return {
-        "qweight": words(codes.t()).t().contiguous(),
+        "qweight": words(codes[place].t()).t().contiguous(),
         "qzeros": words(zeros - 1),
         "scales": scales,
-        "g_idx": order,
+        "g_idx": (place // GROUP).int(),
     }
 
 
@@ -112,6 +121,7 @@ FORMS: dict[str, tuple[dict[str, Any], Store, str]] = {
     "int4 rows": (INT4, lambda w: compressed(w, arguments(group=w.shape[1])), "INT4"),
     "int4 zero points": (INT4, lambda w: compressed(w, arguments(symmetric=False)), "INT4"),
     "GPTQ": (GPTQ, gptq, "INT4"),
+    "GPTQ by activation": (GPTQ | {"desc_act": True}, gptq_by_activation, "INT4"),
     "AWQ": (AWQ, awq, "INT4"),
     "int8 rows": (INT8, by_rounding("int8", (1, WHOLE), "weight_scale"), "INT8"),
     "int8 groups": (INT8, by_rounding("int8", (1, 32), "weight_scale"), "INT8"),
@@ -167,7 +177,10 @@ def types_of(path: Path) -> Counter[str]:
     return Counter(map(onnx.TensorProto.DataType.Name, kinds))
 
 
-@pytest.mark.parametrize(("form", "layers"), [*((form, 1) for form in FORMS), ("int4", LAYERS)])
+@pytest.mark.parametrize(
+    ("form", "layers"),
+    [*((form, 1) for form in FORMS), ("int4", LAYERS), ("GPTQ by activation", LAYERS)],
+)
 def test_the_file_computes_what_the_decoded_model_does(
     form: str, layers: int, tmp_path: Path
 ) -> None:

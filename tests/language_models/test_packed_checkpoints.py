@@ -211,7 +211,7 @@ def _halved(kind: str) -> Callable[[dict[str, Tensor]], None]:
 
 def _reordered(stored: dict[str, Tensor]) -> None:
     name = next(name for name in stored if name.endswith("weight_packed"))
-    stored[name.replace("packed", "g_idx")] = torch.zeros(64, dtype=torch.int32)
+    stored[name.replace("packed", "g_idx")] = torch.zeros(63, dtype=torch.int32)
 
 
 def _unpacked(stored: dict[str, Tensor]) -> None:
@@ -225,7 +225,7 @@ def _unpacked(stored: dict[str, Tensor]) -> None:
     [
         (_without("weight_scale"), r"experts\.\d\.\w+\.weight_packed has no .*weight_scale"),
         (_halved("weight_scale"), r"weight_packed, \[64, 4\] .* is not packed in 4 bits"),
-        (_reordered, r"weight_g_idx: groups in another order are not taken"),
+        (_reordered, r"weight_g_idx, \[63\], must be \[\d+\]"),
         (_unpacked, r"weight_zero_point, \[64, 1\] of torch.int8, must be \[8, 1\] of torch.int32"),
         (_without("weight_packed"), r"\.weight_\w+ has no .*\.weight_packed"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dynamo_moe
+from custom_ops.packed_weights import ENCODINGS
 from dynamo_moe.weights.checkpoints import load_checkpoint
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.packed_tensors import packed_weight
@@ -27,7 +29,7 @@ from packed_checkpoints import (
 )
 
 GROUP, ROWS, COLUMNS = 32, 48, 128
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "desc_act": False}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 AUTO_ROUND = {
     "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int",
@@ -102,30 +104,87 @@ def test_gptq(config: dict[str, Any], less: int) -> None:
     part = parts(0, group=COLUMNS if config["group_size"] < 0 else GROUP)
     weight = opened(stored_gptq(part, less=less), config)
     assert torch.equal(weight.read(), torch.from_numpy(part["weight"]).float())
-    kind, packed = packed_of(weight)
+    kind, packed, order = packed_of(weight)
     bytes_NB = packed.values.read()[0].view(torch.uint8).numpy()
-    assert kind == "int4"
+    assert (kind, order) == ("int4", None)
     assert np.array_equal(bytes_NB & 15, part["codes"][:, ::2])
     assert np.array_equal(bytes_NB >> 4, part["codes"][:, 1::2])
     assert np.array_equal(packed.zero_points.read()[0].numpy(), part["zeros"])
     assert np.array_equal(packed.scales.read()[0].numpy(), part["scales"])
 
 
-def test_gptq_with_columns_by_activation_is_decoded() -> None:
-    """Its groups are no neighbours, so that it has no packed form here."""
-    part = parts(1)
-    order = np.random.default_rng(2).permutation(COLUMNS)
+def stored_by_activation(part: dict[str, np.ndarray], seed: int) -> dict[str, Tensor]:
+    """Returns a matrix whose columns, but not its groups, are in another order, as GPTQ stores it.
+
+    Column i is column ``permutation(K)[i]`` of what the part stands for.
+    """
+    order = np.random.default_rng(seed).permutation(part["codes"].shape[1])
     stored = stored_gptq(part)
     stored["qweight"] = words(part["codes"][:, order]).t().contiguous()
     stored["g_idx"] = stored["g_idx"][torch.from_numpy(order)]
+    return stored
+
+
+def test_gptq_with_columns_by_activation() -> None:
+    """Its codes stay, in the order of their groups."""
+    part = parts(1)
+    weight = opened(stored_by_activation(part, seed=2), GPTQ | {"desc_act": True})
+    order = np.random.default_rng(2).permutation(COLUMNS)
+    assert torch.equal(weight.read(), torch.from_numpy(part["weight"][:, order]).float())
+    check_order(part, packed_of(weight), weight)
+
+
+def check_order(part: dict[str, np.ndarray], found: Any, weight: Any) -> None:
+    """Checks that packed columns are a matrix's, in the order that is said."""
+    packed = found.packed.each(LazyTensor.read)
+    assert (found.order.shape, found.order.dtype) == ((1, COLUMNS), torch.int64)
+    matrix = ENCODINGS[found.encoding].decode(*packed, dtype=torch.float32)[0]
+    assert torch.equal(matrix, weight.read()[:, found.order.read()[0]])
+    assert torch.equal(packed.scales[0], torch.from_numpy(part["scales"]))
+
+
+def test_gptq_of_8_bits_with_columns_by_activation() -> None:
+    part = parts(1)
+    stored, order = stored_8_bits(part), np.random.default_rng(3).permutation(COLUMNS)
+    stored["qweight"] = stored_8_bits(part | {"codes": part["codes"][:, order]})["qweight"]
+    stored["g_idx"] = torch.from_numpy(order // GROUP).int()
+    weight = opened(stored, GPTQ | {"bits": 8, "sym": True, "desc_act": True})
+    scales = part["scales"].astype(np.float64).repeat(GROUP, 1)
+    expected = ((part["codes"] - 8) * scales)[:, order]
+    assert torch.equal(weight.read(), torch.from_numpy(expected).float())
+    check_order(part, packed_of(weight), weight)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_tensors_with_columns_by_activation(bits: int) -> None:
+    part, order = parts(1), np.random.default_rng(4).permutation(COLUMNS)
+    codes = part["codes"][:, order]
+    stored = {
+        "weight_packed": words(codes)
+        if bits == 4
+        else stored_8_bits(part | {"codes": codes})["qweight"].t().contiguous(),
+        "weight_scale": torch.from_numpy(part["scales"]),
+        "weight_g_idx": torch.from_numpy(order // GROUP).int(),
+    }
+    scheme = {"weights": {"num_bits": bits, "type": "int"}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    weight = opened(stored, config | {"config_groups": {"a": scheme}})
+    scales = part["scales"].astype(np.float64).repeat(GROUP, 1)
+    expected = ((part["codes"] - 8) * scales)[:, order]
+    assert torch.equal(weight.read(), torch.from_numpy(expected).float())
+    check_order(part, packed_of(weight), weight)
+
+
+def test_groups_of_unequal_size_are_found_as_they_are_read() -> None:
+    stored = stored_gptq(parts(1))
+    stored["g_idx"][0] = 1
     weight = opened(stored, GPTQ | {"desc_act": True})
-    expected = torch.from_numpy(part["weight"][:, order]).float()
-    assert torch.equal(weight.read(), expected)
-    assert packed_of(weight) is None
+    with pytest.raises(ValueError, match=r"a\.g_idx must name each of 4 groups 32 times"):
+        weight.read()
 
 
 def stored_8_bits(part: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    packed = (part["codes"] + 120).astype(np.uint8).view(np.int32)
+    packed = np.ascontiguousarray(part["codes"] + 120, np.uint8).view(np.int32)
     groups, rows = part["scales"].T.shape
     return {
         "qweight": torch.from_numpy(packed).t().contiguous(),
@@ -181,20 +240,27 @@ def test_awq_is_what_compressed_tensors_makes_of_it() -> None:
     args = arguments(symmetric=False, group=GROUP)
     local = {name.removeprefix("a."): tensor for name, tensor in made.items()}
     assert torch.equal(weight.read().half(), decompressed(local, args).half())
-    _, packed = packed_of(weight)
+    packed = packed_of(weight).packed
     assert torch.equal(packed.values.read()[0], local["weight_packed"].view(torch.int8))
 
 
-def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
-    """Saves a model whose experts have any codes."""
+def checkpoint(folder: Path, config: dict[str, Any], *, alike: bool = True) -> Path:
+    """Saves a model whose experts have any codes.
+
+    By activation, gate and up have one order of columns only if they are alike.
+    """
     stored: dict[str, Tensor] = {}
     language_model("qwen3_moe").save_pretrained(folder)
-    store = stored_awq if config is AWQ else stored_gptq
     for seed, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
         if ".experts." in name:
             prefix = name.removesuffix("weight")
-            part = store(parts(seed, *tensor.shape))
-            stored |= {prefix + kind: value for kind, value in part.items()}
+            part = parts(seed, *tensor.shape)
+            if config["desc_act"]:
+                inputs = name.replace("up_proj", "gate_proj") if alike else name
+                kept = stored_by_activation(part, zlib.crc32(inputs.encode()))
+            else:
+                kept = stored_awq(part) if config is AWQ else stored_gptq(part)
+            stored |= {prefix + kind: value for kind, value in kept.items()}
         else:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
@@ -202,12 +268,16 @@ def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
+BY_ACTIVATION = GPTQ | {"desc_act": True}
+
+
+@pytest.mark.parametrize("config", [GPTQ, AWQ, BY_ACTIVATION], ids=["gptq", "awq", "by activation"])
 def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", config)
     model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)
     report = dynamo_moe.convert(model)
-    assert all(r.notes == ("its experts stay packed (int4)",) for r in report.replaced)
+    order = ", with columns in the order of their groups" * (config is BY_ACTIVATION)
+    assert all(r.notes == (f"its experts stay packed (int4){order}",) for r in report.replaced)
     whole = load_checkpoint(folder, dtype=torch.float32)
     for target in ("plugin", "onnxruntime"):
         path = tmp_path / f"{target}.onnx"
@@ -218,7 +288,9 @@ def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
             dynamic_shapes={"input_ids": {0: "batch", 1: "length"}},
             target=target,
         )
-        assert exported.operators == {"DroplessMoEPacked": 2}
+        of_experts = config is BY_ACTIVATION  # Whose router is in front.
+        operator = "DroplessMoEExpertsPacked" if of_experts else "DroplessMoEPacked"
+        assert exported.operators == {operator: 2}
         ids = token_ids(3, 16)
         (result,) = ort.InferenceSession(path).run(None, {"input_ids": ids.numpy()})
         with torch.no_grad():
@@ -226,8 +298,8 @@ def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_with_columns_in_another_order_are_decoded_and_said_to_be(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "model", GPTQ | {"desc_act": True})
+def test_experts_whose_gate_and_up_have_two_orders_are_decoded(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", BY_ACTIVATION, alike=False)
     report = dynamo_moe.convert(dynamo_moe.open_checkpoint(folder, dtype=torch.float32))
     notes = {note for replaced in report.replaced for note in replaced.notes}
     assert notes == {"its experts are decoded: not all of them are packed, or not alike"}
