@@ -62,8 +62,9 @@ class PackedExperts(nn.Module):
         # A row for each choice, whose numbers lie as its expert's columns do.
         order = self.w1_order[ids.clamp(min=0)]
         rows = x.unsqueeze(-2).expand_as(order).gather(-1, order)
-        each = ids.unsqueeze(-1), weights.unsqueeze(-1)
-        wide = custom_ops.experts_packed(rows, *each, **tensors, **options)
+        wide = custom_ops.experts_packed(
+            rows, ids.unsqueeze(-1), weights.unsqueeze(-1), **tensors, **options
+        )
         y = wide.sum(-2, dtype=accumulation_dtype(x)).to(x.dtype)
         return x + y if residual else y
 

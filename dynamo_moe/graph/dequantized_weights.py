@@ -220,7 +220,7 @@ def _dequantize(
 
 def _order_columns(writer: Writer, user: ir.Node, order_K: ir.Value) -> None:
     """Gives a product its first operand with columns in the order of its packed weight's."""
-    x = user.inputs[0]
+    x: ir.Value = user.inputs[0]  # type: ignore[assignment]  # A product has two.
     axis = 0 if user.attributes.get_int("transA", 0) else -1
     ordered = writer.node(user, "Gather", [x, order_K], {"axis": axis}).outputs[0]
     user.replace_input_with(0, typed(ordered, x, dimensions(x)))

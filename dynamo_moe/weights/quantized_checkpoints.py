@@ -124,36 +124,41 @@ def _pack_quantized(
                 f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
                 f"{list(scales.shape)} is not packed in {bits} bits"
             )
-        order = None
-        if group_of is not None:
-            if list(group_of.shape) != [columns]:
-                raise ValueError(
-                    f"{prefix}.weight_g_idx, {list(group_of.shape)}, must be [{columns}]"
-                )
-            order = order_by_group(group_of, groups, f"{prefix}.weight_g_idx")
+        order = None if group_of is None else _order(prefix, group_of, columns, groups)
+        values: Tensor = words.view(torch.int8)
         if bits == 8:
             if zero_points is not None:
                 raise ValueError(f"{prefix}.weight_zero_point: int8 has no zero points")
-            values = computed(signed, (words.view(torch.int8),), (rows, columns), torch.int8)
+            values = computed(signed, (values,), (rows, columns), torch.int8)
             if order is not None:
                 values = values.index_select(1, order)
             return _decoded("int8", PackedWeight(values, scales), dtype, order)
-        if zero_points is not None:
-            wanted = [-(-rows // per_word), groups]
-            if zero_points.dtype != torch.int32 or list(zero_points.shape) != wanted:
-                raise ValueError(
-                    f"{prefix}.weight_zero_point, {list(zero_points.shape)} of "
-                    f"{zero_points.dtype}, must be {wanted} of torch.int32"
-                )
-            codes = partial(_codes_by_column, rows=rows)
-            zero_points = computed(codes, (zero_points,), (rows, groups), torch.int8)
-        values = words.view(torch.int8)
         if order is not None:
             values = computed(pairs_in_order, (values, order), tuple(values.shape), torch.int8)
+        if zero_points is not None:
+            zero_points = _zero_points(prefix, zero_points, rows, groups)
         return _decoded("int4", PackedWeight(values, scales, zero_points), dtype, order)
 
     others = ("weight_zero_point", "weight_g_idx", "weight_shape")
     return _read(tensors, "weight_packed", ("weight_scale",), others, weight)
+
+
+def _order(prefix: str, group_of: Tensor, columns: int, groups: int) -> LazyTensor:
+    if list(group_of.shape) != [columns]:
+        raise ValueError(f"{prefix}.weight_g_idx, {list(group_of.shape)}, must be [{columns}]")
+    return order_by_group(group_of, groups, f"{prefix}.weight_g_idx")
+
+
+def _zero_points(prefix: str, words_RG: Tensor, rows: int, groups: int) -> LazyTensor:
+    """Returns the zero points ``[N, G]`` of 4 bits."""
+    wanted = [-(-rows // 8), groups]
+    if words_RG.dtype != torch.int32 or list(words_RG.shape) != wanted:
+        raise ValueError(
+            f"{prefix}.weight_zero_point, {list(words_RG.shape)} of {words_RG.dtype}, must be "
+            f"{wanted} of torch.int32"
+        )
+    codes = partial(_codes_by_column, rows=rows)
+    return computed(codes, (words_RG,), (rows, groups), torch.int8)
 
 
 def _codes_by_column(words_RG: Tensor, rows: int) -> Tensor:
