@@ -138,7 +138,8 @@ def test_no_token_and_nan_in_one(op: str, norm: dict[str, Any]) -> None:
     expected = case()
     case.arguments["x"][2, 3] = float("nan")
     others = torch.arange(6) != 2
-    assert torch.equal(case()[others], expected[others])
+    # Another expert may have its row, and products of other sizes may round otherwise.
+    torch.testing.assert_close(case()[others], expected[others])
     # The residual leaves a NaN in its element; the router and the experts spread it over the row.
     assert case()[2].isnan().all()
 
