@@ -43,6 +43,7 @@ from benchmarks.common.plots import SMALL, panels, ratio_bars
 from benchmarks.common.timing import Timing, fresh_processes, resident_bytes, turns
 from benchmarks.export.exporters import by_transformers
 from benchmarks.export.models import causal_lm
+from trt_plugin.native import library_path
 
 OURS = "plugin"
 LAYERS = 2
@@ -106,10 +107,12 @@ class Variant:
     body: str = "loop"
     experts: str = "eager"
     fusions: str | None = None
+    library: bool = False  # Whether its session has the native library's operators.
 
 
 VARIANTS = {
     OURS: Variant("#0b6e4f", target="plugin"),
+    "plugin, library": Variant("#064e3b", target="plugin", library=True),
     "plugin, unrolled": Variant("#2fa37b", target="plugin", body="unrolled"),
     "com.microsoft::MoE": Variant("#8fd3b6", target="onnxruntime"),
     "grouped_mm": Variant("#c2570c", experts="grouped_mm"),
@@ -214,10 +217,10 @@ class Turn:
     logits: dict[str, list[Array]]
 
 
-def turn(path: Path, threads: int) -> Turn:
+def turn(path: Path, threads: int, library: Path | None) -> Turn:
     """Loads a file in this process and runs every phase."""
     began, used, own = time.perf_counter(), _used_seconds(), time.process_time()
-    session = open_session(path, threads)
+    session = open_session(path, threads, library=library)
     load_ms = (time.perf_counter() - began) * 1e3
     times: dict[str, list[float]] = {}
     logits: dict[str, list[Array]] = {}
@@ -259,7 +262,8 @@ def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, di
             if "error" in found[name]:
                 continue
             print(f"{case.name}: turn {number + 1} of {rounds}, {name}", flush=True)
-            one = processes.submit(turn, folder / name / "model.onnx", threads).result()
+            library = library_path() if VARIANTS[name].library else None
+            one = processes.submit(turn, folder / name / "model.onnx", threads, library).result()
             taken[name].append(one)
             errors = {
                 phase: max(map(relative_error, one.logits[phase], wanted[phase]))

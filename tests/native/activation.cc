@@ -88,7 +88,9 @@ bool Agrees(std::uint32_t code, Form form, const std::vector<float>& numbers, st
   const auto count = static_cast<std::size_t>(rows * width);
   const std::size_t given = form == Form::kPlain ? count : 2 * count;
   const std::unique_ptr<float[]> z(new float[given]);
+  const std::unique_ptr<float[]> columns(new float[given]);
   const std::unique_ptr<float[]> hidden(new float[count]);
+  const std::unique_ptr<float[]> hidden_columns(new float[count]);
   const auto per_row = static_cast<std::size_t>(width);
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t row = i / per_row;
@@ -104,6 +106,23 @@ bool Agrees(std::uint32_t code, Form form, const std::vector<float>& numbers, st
     }
   }
   dynamo_moe::onnxruntime::Activate(layer, rows, z.get(), hidden.get());
+  // The same numbers as columns.
+  const auto tokens = static_cast<std::size_t>(rows);
+  const std::size_t of_token = given / tokens;
+  for (std::size_t i = 0; i < given; ++i) {
+    columns[i % of_token * tokens + i / of_token] = z[i];
+  }
+  dynamo_moe::onnxruntime::ActivateColumns(layer, rows, columns.get(), hidden_columns.get());
+  for (std::size_t i = 0; i < count; ++i) {
+    const float found = hidden_columns[i % per_row * tokens + i / per_row];
+    if (std::memcmp(&found, &hidden[i], sizeof(found)) != 0 &&
+        !(std::isnan(found) && std::isnan(hidden[i]))) {
+      std::printf("%s, %lld columns: %g as columns, %g as rows\n", format::kActivationNames[code],
+                  static_cast<long long>(width), static_cast<double>(found),
+                  static_cast<double>(hidden[i]));
+      return false;
+    }
+  }
   const char* const name = format::kActivationNames[code];
   const double shift = std::strcmp(name, "clamped_swiglu") == 0 ? 1 : 0;
   const double up = form == Form::kPlain ? 1 : 2 + shift;

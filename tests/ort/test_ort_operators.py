@@ -38,7 +38,7 @@ from dynamo_moe.moe_nodes.bodies import BodyConfig, body
 from trt_plugin.native import library_path
 
 TOKENS = (0, 1, 2, 33, 200)
-"""At 33 experts have more rows than products of a few take, at 200 more than columns do."""
+"""At 33 some experts have more than a few rows, at 200 more than the columns of one product."""
 
 
 def layer_of(config: BodyConfig, **sizes: Any) -> Layer:

@@ -176,7 +176,7 @@ def first_column(weight_format: str, codes: Tensor | None, scales: Tensor | None
     imports = [helper.make_opsetid("", 20), helper.make_opsetid("moe", 1)]
     session = to_session(helper.make_model(graph, opset_imports=imports, ir_version=10))
     results = []
-    for tokens in (1, 9, 70):  # Decoded in registers, in parts, and as a whole.
+    for tokens in (1, 9, 70):  # Decoded in registers, for loops, and for columns.
         x = np.zeros((tokens, rows), np.float32)
         x[:, 0] = 1
         feeds = {"x": x, "ids": np.zeros((tokens, 1), np.int64)}

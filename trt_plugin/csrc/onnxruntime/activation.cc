@@ -108,19 +108,26 @@ DYNAMO_MOE_INLINE void ActivateRow(const float* z, std::int64_t width, const Gat
   }
 }
 
+// How z lies in memory: a number of rows, each with gates of a width and, if gated, as many ups.
+struct Rows {
+  std::int64_t count;
+  std::int64_t width;
+  bool interleaved;
+};
+
 template <typename Gate, typename Up>
-void ActivateRows(const dynamo_moe_layer& layer, std::int64_t rows, const float* z,
+void ActivateRows(const dynamo_moe_layer& layer, const Rows& rows, const float* z,
                   const Gate& gate_of, const Up& up_of, float* hidden) {
-  const std::int64_t width = layer.hidden;
+  const std::int64_t width = rows.width;
   ForCpu([&](auto constant) DYNAMO_MOE_INLINED {
     constexpr std::int64_t lanes = constant();
     if (!HasFlag(layer, format::kGated)) {
-      return ActivateRow<Layout::kGatesAlone, lanes>(z, rows * width, gate_of, up_of, hidden);
+      return ActivateRow<Layout::kGatesAlone, lanes>(z, rows.count * width, gate_of, up_of, hidden);
     }
-    for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t row = 0; row < rows.count; ++row) {
       const float* const from = z + row * 2 * width;
       float* const to = hidden + row * width;
-      if (HasFlag(layer, format::kInterleaved)) {
+      if (rows.interleaved) {
         ActivateRow<Layout::kInterleaved, lanes>(from, width, gate_of, up_of, to);
       } else {
         ActivateRow<Layout::kGatesThenUps, lanes>(from, width, gate_of, up_of, to);
@@ -129,9 +136,7 @@ void ActivateRows(const dynamo_moe_layer& layer, std::int64_t rows, const float*
   });
 }
 
-}  // namespace
-
-void Activate(const dynamo_moe_layer& layer, std::int64_t rows, const float* z, float* hidden) {
+void ActivateAll(const dynamo_moe_layer& layer, const Rows& rows, const float* z, float* hidden) {
   const float limit = layer.limit;
   const float alpha = layer.alpha;
   const auto same = [](const auto& v) DYNAMO_MOE_INLINED { return v; };
@@ -200,6 +205,22 @@ void Activate(const dynamo_moe_layer& layer, std::int64_t rows, const float* z, 
     default:
       run(same);
   }
+}
+
+}  // namespace
+
+void Activate(const dynamo_moe_layer& layer, std::int64_t rows, const float* z, float* hidden) {
+  ActivateAll(layer, {rows, layer.hidden, HasFlag(layer, format::kInterleaved)}, z, hidden);
+}
+
+void ActivateColumns(const dynamo_moe_layer& layer, std::int64_t columns, const float* z,
+                     float* hidden) {
+  const std::int64_t units = layer.hidden;
+  // One after the other, the gates of all units and then their ups are as those of one long row.
+  ActivateAll(layer,
+              HasFlag(layer, format::kInterleaved) ? Rows{units, columns, false}
+                                                   : Rows{1, units * columns, false},
+              z, hidden);
 }
 
 }  // namespace dynamo_moe::onnxruntime

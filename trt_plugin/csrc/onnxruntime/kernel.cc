@@ -19,6 +19,9 @@ constexpr std::int64_t kResultNumbers = std::int64_t{1} << 25;
 constexpr std::int64_t kLeastBlockRows = 32;
 constexpr std::int64_t kMostBlockRows = 512;
 constexpr std::int64_t kLeastTokens = 1024;
+// Many rows are multiplied as so many columns at a time: their copy stays in the cache, and the
+// loops of ONNX Runtime take 32 at once.
+constexpr std::int64_t kColumnsAtOnce = 64;
 // A copy of some rows of a matrix stays in the cache until it has been multiplied.
 constexpr std::int64_t kCopyNumbers = std::int64_t{1} << 18;
 // With fewer blocks than threads may be, the weights of one are read by several, as many at a time
@@ -34,6 +37,19 @@ ElementType TypeOf(std::uint32_t dtype) {
 
 const float* BiasOf(const float* all, std::int64_t expert, std::int64_t count) {
   return all == nullptr ? nullptr : all + expert * count;
+}
+
+// Writes [columns, rows] of a matrix [rows, columns].
+void Transpose(const float* matrix, std::int64_t rows, std::int64_t columns, float* result) {
+  constexpr std::int64_t lines = 16;  // What is written at a time is a line of the cache.
+  for (std::int64_t first = 0; first < rows; first += lines) {
+    const std::int64_t end = std::min(first + lines, rows);
+    for (std::int64_t column = 0; column < columns; ++column) {
+      for (std::int64_t row = first; row < end; ++row) {
+        result[column * rows + row] = matrix[row * columns + column];
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -185,10 +201,11 @@ Status Kernel::CreateOps(const OrtKernelInfo* info) {
                        {"beta", true, 0, 1}},
                       bias ? 3 : 2);
   };
-  const bool b1 = node_.Has(format::kB1);
-  const bool b2 = node_.Has(format::kB2);
-  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW1Transposed), b1, &up_));
-  DYNAMO_MOE_RETURN_IF_ERROR(product(!HasFlag(node_.layer, format::kW2Transposed), b2, &down_));
+  const bool rows_of_w1 = !HasFlag(node_.layer, format::kW1Transposed);
+  const bool rows_of_w2 = !HasFlag(node_.layer, format::kW2Transposed);
+  in_columns_ = rows_of_w1 && rows_of_w2;
+  DYNAMO_MOE_RETURN_IF_ERROR(product(rows_of_w1, node_.Has(format::kB1), &up_));
+  DYNAMO_MOE_RETURN_IF_ERROR(product(rows_of_w2 && !in_columns_, node_.Has(format::kB2), &down_));
   if (node_.node.op == format::kDropless) {
     DYNAMO_MOE_RETURN_IF_ERROR(product(true, node_.Has(format::kRouterBias), &router_));
     if (!RanksByLogits(node_.layer)) {
@@ -509,13 +526,18 @@ Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& r
   const std::int64_t hidden = node_.layer.hidden;
   const std::int64_t up_rows = UpRows();
   const std::int64_t count = block.rows;
+  Buffer<float> rows;
+  DYNAMO_MOE_RETURN_IF_ERROR(rows.Allocate(call, static_cast<std::size_t>(count * width)));
+  float* const x = rows.data();
+  DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
+  if (in_columns_ && count > kMostFewRows) {
+    return RunColumns(call, inputs, block, x, results + block.place * width);
+  }
   Buffer<float> buffer;
   DYNAMO_MOE_RETURN_IF_ERROR(
-      buffer.Allocate(call, static_cast<std::size_t>(count * (width + up_rows + hidden))));
-  float* const x = buffer.data();
-  float* const z = x + count * width;
+      buffer.Allocate(call, static_cast<std::size_t>(count * (up_rows + hidden))));
+  float* const z = buffer.data();
   float* const h = z + count * up_rows;
-  DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
   Weight w1(*this, call, inputs, format::kW1, block.expert);
   DYNAMO_MOE_RETURN_IF_ERROR(Multiply(call, up_, HasFlag(node_.layer, format::kW1Transposed),
                                       block.split, &w1, BiasOf(inputs.b1, block.expert, up_rows),
@@ -526,6 +548,59 @@ Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& r
   return Multiply(call, down_, HasFlag(node_.layer, format::kW2Transposed), block.split, &w2,
                   BiasOf(inputs.b2, block.expert, width), {h, count, hidden},
                   {results + block.place * width, count, width});
+}
+
+Status Kernel::RunColumns(const Call& call, const Inputs& inputs, const Block& block,
+                          const float* x, float* results) const {
+  const std::int64_t width = node_.layer.width;
+  const std::int64_t hidden = node_.layer.hidden;
+  const std::int64_t up_rows = UpRows();
+  const auto for_columns = [&](const auto& run) -> Status {
+    for (std::int64_t first = 0; first < block.rows; first += kColumnsAtOnce) {
+      DYNAMO_MOE_RETURN_IF_ERROR(run(first, std::min(kColumnsAtOnce, block.rows - first)));
+    }
+    return {};
+  };
+  Buffer<float> buffer;
+  DYNAMO_MOE_RETURN_IF_ERROR(buffer.Allocate(
+      call, static_cast<std::size_t>(block.rows * (hidden + std::max(up_rows, width)))));
+  float* const h = buffer.data();
+  float* const products = h + block.rows * hidden;
+  // Columns from `first` on lie, for both, from row `first` of as many numbers on.
+  const auto multiply = [&](const Op& product, format::Tensor tensor, const float* bias,
+                            const auto& right_of) -> Status {
+    Weight weight(*this, call, inputs, tensor, block.expert);
+    for (std::int64_t from = 0; from < weight.rows(); from += weight.RowsAtOnce()) {
+      Matrix left;
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          weight.Read(from, std::min(weight.RowsAtOnce(), weight.rows() - from), &left));
+      DYNAMO_MOE_RETURN_IF_ERROR(for_columns([&](std::int64_t first, std::int64_t columns) {
+        const Matrix right = right_of(first, columns);
+        const Matrix result = {products + first * weight.rows() + from * columns, left.rows,
+                               columns};
+        return bias == nullptr ? product(call, {left, right}, result)
+                               : product(call, {left, right, {bias + from, left.rows, 1}}, result);
+      }));
+    }
+    return {};
+  };
+  DYNAMO_MOE_RETURN_IF_ERROR(multiply(up_, format::kW1, BiasOf(inputs.b1, block.expert, up_rows),
+                                      [&](std::int64_t first, std::int64_t columns) -> Matrix {
+                                        return {x + first * width, columns, width};
+                                      }));
+  DYNAMO_MOE_RETURN_IF_ERROR(for_columns([&](std::int64_t first, std::int64_t columns) -> Status {
+    ActivateColumns(node_.layer, columns, products + first * up_rows, h + first * hidden);
+    return {};
+  }));
+  DYNAMO_MOE_RETURN_IF_ERROR(Round(call, node_.layer.experts_dtype, hidden * block.rows, h));
+  DYNAMO_MOE_RETURN_IF_ERROR(multiply(down_, format::kW2, BiasOf(inputs.b2, block.expert, width),
+                                      [&](std::int64_t first, std::int64_t columns) -> Matrix {
+                                        return {h + first * hidden, hidden, columns};
+                                      }));
+  return for_columns([&](std::int64_t first, std::int64_t columns) -> Status {
+    Transpose(products + first * width, width, columns, results + first * width);
+    return {};
+  });
 }
 
 // NOLINTEND(readability-non-const-parameter,misc-const-correctness)

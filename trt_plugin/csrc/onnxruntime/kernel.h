@@ -1,10 +1,11 @@
 // The operators of MoE layers on the CPU, with ONNX Runtime's own products.
 //
-// How an expert's product is computed depends on its tokens. The runtime copies the weights into
-// the order that its loops read, which pays for itself with many; of up to 64 the loops are our
-// own, and read weights where they lie. Packed weights, and those in half precision, become float32
-// for the product: an expert's whole matrix for many rows, parts that stay in the cache for few,
-// and packed ones in registers for very few.
+// How an expert's product is computed depends on its tokens. Of a few the loops are our own, and
+// read weights where they lie. Of more it is the runtime's, with the weights on the left: what is
+// on the right it copies into the order that its loops read, and some tokens at a time are less to
+// copy than a matrix. So tokens are columns there. Packed weights, and those in half precision,
+// become float32 for the product, in parts that stay in the cache, and packed ones in registers for
+// very few.
 //
 // Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K experts
 // per token, R rows of one expert.
@@ -62,6 +63,9 @@ class Kernel {
   // One expert's two products with the activation between.
   Status RunBlock(const Call& call, const Inputs& inputs, const Routing& routing,
                   const Slots& slots, const Block& block, float* results) const;
+  // The same of many rows x [R, D], with weights that lie as (out, in).
+  Status RunColumns(const Call& call, const Inputs& inputs, const Block& block, const float* x,
+                    float* results) const;
   Status GatherRows(const Call& call, const Inputs& inputs, const Routing& routing,
                     const Slots& slots, const Block& block, float* rows) const;
   // The product of R rows [R, in] and an expert's matrix, (out, in) or transposed.
@@ -82,6 +86,8 @@ class Kernel {
   Owned<OrtMemoryInfo> memory_{nullptr, {nullptr}};
   Op router_;
   Op score_;
+  // Whether products of many rows have these as columns, with the weights on the left.
+  bool in_columns_ = false;
   Op up_;
   Op down_;
   // By the code of the dtype in half precision.
