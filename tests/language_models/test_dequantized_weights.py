@@ -455,7 +455,8 @@ def test_the_file_has_the_checkpoint_s_bytes(form: str, layers: int, tmp_path: P
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "form", ["int4", "GPTQ", "int8 rows", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]
+    "form",
+    ["int4", "GPTQ by activation", "int8 rows", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"],
 )
 def test_tensorrt_builds_engines(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 192, "intermediate_size": 320}
