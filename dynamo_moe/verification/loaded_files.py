@@ -24,7 +24,7 @@ from dynamo_moe.moe_nodes.targets.registry import target_of
 from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.verification import widening
 from dynamo_moe.verification.exchange import Exchange
-from dynamo_moe.verification.ranks import Ranks
+from dynamo_moe.verification.ranks import Ranks, without_sums
 from dynamo_moe.verification.routing import add_routing_outputs
 from dynamo_moe.verification.runtime import RefusedError, Runtime
 
@@ -116,9 +116,12 @@ class LoadedFile:
 
 
 class LoadedRanks:
-    """The files of all ranks, without expert ids, of which each has its own alone."""
+    """The files of all ranks, without expert ids, of which each has its own alone.
 
-    missing = ""
+    Attributes:
+        inputs: The names of the files' inputs.
+        missing: As of :class:`LoadedFile`.
+    """
 
     def __init__(
         self, path: Path, proto: onnx.ModelProto, runtime: Runtime, exchange: Exchange | None
@@ -127,6 +130,9 @@ class LoadedRanks:
         files = [(path, proto)]
         if exchange is None:
             files = [(file, inlined(each)) for file, each in rank_files.files_of_ranks(path)]
+        self.missing = _missing_in_part(path, files[0][1], runtime)
+        if self.missing:
+            files = [(file, widening.in_float32(each)) for file, each in files]
         self._ranks = Ranks(files, runtime, exchange)
         self.inputs, self.ranks = self._ranks.inputs, len(files)
 
@@ -165,12 +171,22 @@ def _in_float32(path: Path, arguments: _Arguments) -> _Arguments:
     return (widening.in_float32(proto).SerializeToString(), *(rest or [str(path.parent)]))
 
 
+def _missing_in_part(path: Path, proto: onnx.ModelProto, runtime: Runtime) -> str:
+    """Returns the operator of a rank's file that ONNX Runtime does not have in bfloat16."""
+    if not widening.has_bfloat16(proto):
+        return ""
+    alone = without_sums(proto)
+    try:
+        runtime.load(alone.SerializeToString(), str(path.parent))
+    except RefusedError as error:
+        return _missing_in_bfloat16(str(error), alone)
+    return ""
+
+
 def _missing_in_bfloat16(error: str, proto: onnx.ModelProto) -> str:
     """Returns the operator that ONNX Runtime does not have in a file's bfloat16, or nothing."""
     missing = re.search(r"Could not find an implementation for (\w+)\(\d+\)", error)
-    types = {tensor.data_type for tensor in proto.graph.initializer}
-    types |= {value.type.tensor_type.elem_type for value in proto.graph.input}
-    return missing[1] if missing and onnx.TensorProto.BFLOAT16 in types else ""
+    return missing[1] if missing and widening.has_bfloat16(proto) else ""
 
 
 def _unreadable(path: Path, error: RefusedError, proto: onnx.ModelProto) -> ValueError:

@@ -214,6 +214,15 @@ def is_sum(node: onnx.NodeProto) -> bool:
     return any(operator.is_of(node.domain, node.op_type) for operator in own)
 
 
+def without_sums(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a rank's file whose sums over ranks are what the rank alone adds to them."""
+    alone = onnx.ModelProto()
+    alone.CopyFrom(proto)
+    for node in filter(is_sum, alone.graph.node):
+        node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output))
+    return alone
+
+
 def parts_of(graph: onnx.GraphProto) -> list[Part]:
     """Returns the parts of a graph between its sums, in the order of computation."""
     sums = [node for node in graph.node if is_sum(node)]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from dynamo_moe.files.model_files import all_nodes
+
 _NARROW, _WIDE = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 # Attributes that say of which type a node's results, or its steps, are.
 _TYPES = {"to", "dtype", "output_dtype", "softmax_precision"}
+
+
+def has_bfloat16(proto: onnx.ModelProto) -> bool:
+    """Whether a model has inputs, weights or steps in bfloat16."""
+    types = {tensor.data_type for tensor in proto.graph.initializer}
+    types.update(map(_dtype, proto.graph.input))
+    nodes = chain(proto.graph.node, *(function.node for function in proto.functions))
+    for node in all_nodes(nodes):
+        types.update(a.i for a in node.attribute if a.name in _TYPES)
+    return _NARROW in types
 
 
 def in_float32(proto: onnx.ModelProto) -> onnx.ModelProto:

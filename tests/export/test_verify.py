@@ -506,6 +506,19 @@ def test_layers_in_bfloat16(tmp_path: Path, form: str) -> None:
     assert all(case.routing_agreement in (None, 1.0) for case in report.cases)
 
 
+def test_bfloat16_between_casts(tmp_path: Path) -> None:
+    """No input and no weight of the file has the dtype."""
+
+    class Gram(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.bfloat16() @ x.bfloat16().T).float()
+
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(Gram(), torch.randn(5, 4), path)
+    report = dynamo_moe.verify(path, Gram())
+    assert (report.passed, report.missing) == (True, "MatMul")
+
+
 def test_branches_and_loops_in_bfloat16(tmp_path: Path) -> None:
     class Scanned(nn.Module):
         """A branch with a constant of its own, and a recurrence, which is a loop."""

@@ -91,6 +91,21 @@ def test_language_models(tmp_path: Path, family: str) -> None:
             dynamo_moe.export_language_model(model, tmp_path / "folder", ranks=2, **options)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_bfloat16(tmp_path: Path, target: Any) -> None:
+    """ONNX Runtime has no products of it: all ranks are computed in float32."""
+    model = converted(mlp_model(layers=2)).bfloat16()
+    x = torch.randn(3, 16).bfloat16()
+    report = dynamo_moe.export(model, x, tmp_path / "m.onnx", target=target, ranks=2)
+    verified = dynamo_moe.verify(report.path, model)
+    assert verified.passed
+    assert verified.missing
+    with torch.no_grad():
+        next(model.parameters()).neg_()
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(report.path, model)
+
+
 def test_packed_experts(tmp_path: Path) -> None:
     model = converted(mlp_model(width=32, hidden=32))
     dynamo_moe.quantize(model, "int4")
