@@ -227,7 +227,7 @@ def _by_columns(
 
     A choice at a time, as there are too many combinations.
     """
-    tokens = len(weights_TE)
+    tokens, tolerance = len(weights_TE), _TOLERANCE * float(weights_TE.abs().max())
 
     def column_of(ids_T: Tensor, remaining_TE: Tensor) -> tuple[Value, ...]:
         """Returns the column that has these experts' weights; empty if none has."""
@@ -235,7 +235,7 @@ def _by_columns(
         factors = [[values[name].reshape(-1).double() for name in column] for column in columns]
         for column, tensors in zip(columns, factors, strict=True):
             weights_T = functools.reduce(torch.mul, tensors)
-            if torch.allclose(weights_T, wanted_T, rtol=_TOLERANCE, atol=1e-9):
+            if torch.allclose(weights_T, wanted_T, rtol=0, atol=tolerance):
                 return column
         return ()
 
