@@ -231,7 +231,7 @@ CASES = [
         name=f"deepspeed-{name}",
         origin=ORIGIN,
         make=lambda arguments=arguments: Model(lambda: make_layer(**arguments), "mlp", first),
-        moe_paths=in_blocks("mlp"),
+        moe_paths=in_blocks("mlp.deepspeed_moe"),
         exact=arguments.get("drop_tokens", True),
         notes=notes,
     )
@@ -248,6 +248,11 @@ CASES = [
             "routes",
             {"layer": RoutesLayer, "drop_tokens": False},
             "slots for routes; a number read from a tensor",
+        ),
+        (
+            "routes-residual",
+            {"layer": RoutesLayer, "drop_tokens": False, "use_residual": True},
+            "a dense MLP behind a number read from a tensor",
         ),
     )
 ]
