@@ -153,6 +153,7 @@ def identify_layer(
     # Experts hold neither gates nor shared experts.
     hidden = {path: module.get_submodule(path) for path in _paths_of_experts(experts)}
     weights = random_weights(module, _names_to_keep(module, candidates))
+    _check_finite(module, weights)
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
     failures: list[ValueError] = []
@@ -247,6 +248,13 @@ def _names_to_keep(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]
     if any(module.get_parameter(name).is_meta for name in kept):
         raise ValueError("it is too large for a trial without its weights")
     return kept
+
+
+def _check_finite(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Raises ValueError if a parameter near whose values others are drawn is infinite or NaN."""
+    for name, _ in module.named_parameters():
+        if name in weights and not weights[name].isfinite().all():
+            raise ValueError(f"its parameter {name!r} has numbers that are not finite")
 
 
 def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpec) -> None:

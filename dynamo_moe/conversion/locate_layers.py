@@ -28,8 +28,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _BIAS = re.compile(r".*bias.*|b\d*")
 # Of stacks of matrices: experts, or groups of experts.
 _STACK_DIMENSIONS = frozenset({3, 4})
-# Their weights have as many dimensions as stacks.
+# Their weights have as many dimensions as stacks, or are those of several gates along the rows.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 @dataclass(frozen=True)
@@ -322,6 +323,8 @@ def _stacks_in(
         yield len(parts[0]), parts
     # Stacked along the rows of one matrix; a number among the attributes says how many there are.
     direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
+    if isinstance(module, _RECURRENT):
+        return
     sizes = {tuple(p.shape) for p in direct.values()}
     if len(direct) in (2, 3) and len(sizes) <= 2:
         counts = {v for v in vars(module).values() if type(v) is int and v > 1}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +69,8 @@ class OtherArguments:
     def of_size(self, x: Tensor) -> dict[str, Any]:
         """Returns arguments for tokens ``[..., D]`` of other sizes.
 
-        Leading dimensions that a tensor shares with the tokens follow them. Its values are drawn
+        Leading dimensions that a tensor shares with the tokens follow them, also if it has a row
+        for each token. Its values are drawn
         from the example's, so that ids stay ids; floating ones are changed a little, and masks are
         drawn at random.
 
@@ -102,6 +104,8 @@ def _of_size(
     sizes = zip(tensor.shape, leading, strict=False)
     shared = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], sizes)])
     shape = (*wanted[:shared], *tensor.shape[shared:])
+    if not shared and tensor.shape[:1] == (math.prod(leading),):
+        shape = (math.prod(wanted), *tensor.shape[1:])
     if tensor.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     known = tensor.detach().cpu().flatten()

@@ -288,6 +288,23 @@ def test_a_clamp_that_ordinary_tokens_do_not_reach() -> None:
     assert [each.adapter for each in report.replaced] == ["mixture"]
 
 
+@pytest.mark.parametrize("name", ["scale", "experts.1.w2.weight"])
+def test_weights_that_are_no_numbers_are_named(name: str) -> None:
+    class Scaled(Listed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * self.scale)
+
+    model = nn.Sequential(Scaled())
+    model[0].get_parameter(name).data.view(-1)[3] = torch.nan
+    (left,) = dynamo_moe.convert(model).unrecognised
+    assert "not finite" in left.reason
+    assert name != "scale" or "'scale'" in left.reason
+
+
 def test_more_than_numbers_is_compared() -> None:
     class WithLength(Listed):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:

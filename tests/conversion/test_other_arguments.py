@@ -75,6 +75,19 @@ class Padded(Layer):
         return self.combine(x, torch.zeros_like(scores).scatter(-1, ids, weights))
 
 
+class Recurrent(Layer):
+    """The router has a state from layer to layer, with a row for each token: arXiv 2408.06793."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        scores = self.gate(self.cell(x.reshape(-1, WIDTH), state)).softmax(dim=-1)
+        weights, ids = scores.view(*x.shape[:-1], COUNT).topk(2, dim=-1)
+        return self.combine(x, torch.zeros(*x.shape[:-1], COUNT).scatter(-1, ids, weights))
+
+
 class Ignored(Layer):
     """A plain router; the layer's number is of no importance."""
 
@@ -98,6 +111,8 @@ class Model(nn.Module):
                 y = self.moe(x, token_ids=ids)
             case Padded():
                 y = self.moe(x, ids == 0)
+            case Recurrent():
+                y = self.moe(x, x.reshape(-1, WIDTH).sin())
             case _:
                 y = self.moe(x, x.sin(), 3)
         return x + y
@@ -114,7 +129,7 @@ def ids(batch: int, length: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("error:.*its own forward computes")
-@pytest.mark.parametrize("layer", [Conditioned, Hashed, HashedInALoop, Padded, Ignored])
+@pytest.mark.parametrize("layer", [Conditioned, Hashed, HashedInALoop, Padded, Recurrent, Ignored])
 def test_an_example_shows_what_a_layer_gets(layer: type[Layer], tmp_path: Path) -> None:
     model = make(layer)
     expected = {shape: model(ids(*shape)).detach() for shape in ((2, 5), (1, 1), (3, 40))}
