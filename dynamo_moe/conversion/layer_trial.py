@@ -227,7 +227,8 @@ class LayerTrial:
             return call_with(self.module, x, others)
 
         with same_draws():
-            values = values_ahead_of_experts(run, image, parameters)
+            values, early = values_ahead_of_experts(run, image, parameters)
+        parts_of_values = [dict(itertools.islice(values.items(), early)), values]
         width = self.x.shape[-1]
         normed = [v for v, t in values.items() if self._is_per_token(t, width)]
         is_sum = False
@@ -245,7 +246,12 @@ class LayerTrial:
                         sums[residual].append(_Sum(part, experts, tokens, residual, weights_TE))
                         is_sum |= not are_constant(weights_TE)
             for found in sums.values():
-                specs = [spec for each in found for spec in self._specs_of_sum(each, values)]
+                specs = [
+                    spec
+                    for known in (parts_of_values if early < len(values) else [values])
+                    for each in found
+                    for spec in self._specs_of_sum(each, known)
+                ]
                 if specs:
                     return specs
         if is_sum:

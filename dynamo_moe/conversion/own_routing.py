@@ -25,6 +25,7 @@ from dynamo_moe.conversion.routing import Routed
 from dynamo_moe.model_lines import model_line
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private.pytorch import is_exporting, module_stack_kept
+from dynamo_moe.tracing.sizes_in_tensors import SizesInTensors
 
 Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 """What a layer's values are:
@@ -302,12 +303,13 @@ def line_that_decides(
 ) -> str | None:
     """Returns the line where a forward decides by a tensor's values how it routes, if it does.
 
-    No trace can follow that. Nor can one that runs the code follow that a value becomes a number;
-    for one that reads it (``is_read``), the number is a size.
+    No trace can follow that, unless the value is made of sizes alone. Nor can one that runs the
+    code follow that a value becomes a number; for one that reads it (``is_read``), the number is a
+    size.
     """
     functions = ("__bool__",) if is_read else ("__bool__", "__float__", "__int__")
     try:
-        with torch.no_grad(), _LeaveAtDecision(functions):
+        with torch.no_grad(), _LeaveAtDecision(functions), SizesInTensors():
             routing(module, x, others)
     except _DecidesError as decision:
         return model_line(decision) or "a line that is not the model's"

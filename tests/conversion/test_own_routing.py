@@ -312,8 +312,12 @@ def test_a_capacity_in_torchscript_is_right_or_refused(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.from_numpy(result), model(x))
     # TorchScript keeps the symbolic sizes of a trace for later ones.
     for each in (model, converted):
-        with pytest.raises(dynamo_moe.ExportError, match="decides by the values of a tensor"):
+        with pytest.raises(dynamo_moe.ExportError, match="capacity < least: was decided for"):
             dynamo_moe.export(each, (x,), path, dynamic_shapes=({0: "batch", 1: "length"},))
+    shapes = ({0: torch.export.Dim("batch", min=8), 1: torch.export.Dim("length", min=4)},)
+    for each in (model, converted):
+        dynamo_moe.export(each, (tokens(8, 9),), path, dynamic_shapes=shapes)
+        assert dynamo_moe.verify(path, model).passed
 
 
 def pickled(model: nn.Module) -> nn.Module:
