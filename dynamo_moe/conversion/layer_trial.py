@@ -228,7 +228,9 @@ class LayerTrial:
 
         with same_draws():
             values, early = values_ahead_of_experts(run, image, parameters)
-        parts_of_values = [dict(itertools.islice(values.items(), early)), values]
+        # First those ahead of a number that the forward reads from a tensor, if it does.
+        searched = [dict(itertools.islice(values.items(), early))] * (early < len(values))
+        searched.append(values)
         width = self.x.shape[-1]
         normed = [v for v, t in values.items() if self._is_per_token(t, width)]
         is_sum = False
@@ -248,7 +250,7 @@ class LayerTrial:
             for found in sums.values():
                 specs = [
                     spec
-                    for known in (parts_of_values if early < len(values) else [values])
+                    for known in searched
                     for each in found
                     for spec in self._specs_of_sum(each, known)
                 ]
