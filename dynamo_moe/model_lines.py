@@ -16,13 +16,14 @@ def model_line(error: BaseException) -> str | None:
     """Returns the line of the model that an error comes from, like ``net.py:12 (`y.item()`)``.
 
     That is the last line in a method of a module that is neither PyTorch's own nor a converted
-    module's. None if there is no such line.
+    module's, or in a function of the same file that it calls. None if there is no such line.
     """
-    location = None
+    location: tuple[Path, int] | None = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         of_others = any(path.is_relative_to(folder) for folder in _OF_OTHERS)
-        if isinstance(frame.f_locals.get("self"), nn.Module) and not of_others:
+        is_method = isinstance(frame.f_locals.get("self"), nn.Module) and not of_others
+        if is_method or (location is not None and path == location[0]):
             location = path, line
     if location is None:
         return None

@@ -46,7 +46,7 @@ _MOST_EXPERTS = 0.5
 
 def values_ahead_of_experts(
     run: Callable[[Tensor], Any], x: Tensor, experts: Sequence[Tensor]
-) -> dict[Value, Tensor]:
+) -> tuple[dict[Value, Tensor], int]:
     """Returns all values that a forward computes before it uses an expert's weights.
 
     Args:
@@ -55,20 +55,28 @@ def values_ahead_of_experts(
         experts: The weights; to take a view of one is not to use it.
 
     Returns:
-        The values in the order of their computation, without those that are views of others.
+        The values in the order of their computation, without those that are views of others; and
+        how many of them come before any is made a number of Python's, which few traces follow.
     """
     recorded = _UntilExperts({_memory(weight) for weight in experts})
     with torch.no_grad(), contextlib.suppress(AllComputed), recorded:
         run(x)
-    return recorded.values
+    first = recorded.first_number
+    return recorded.values, len(recorded.values) if first is None else first
 
 
 class _UntilExperts(TorchFunctionMode):
-    """Records the values of a forward, and leaves it where it uses an expert's memory."""
+    """Records the values of a forward, and leaves it where it uses an expert's memory.
+
+    Attributes:
+        values: The values.
+        first_number: How many there are before one is made a number, if one is.
+    """
 
     def __init__(self, experts: set[int]) -> None:
         super().__init__()
         self.values: dict[Value, Tensor] = {}
+        self.first_number: int | None = None
         self._experts = experts
         self._calls: Counter[tuple[str, Kind]] = Counter()
 
@@ -77,6 +85,8 @@ class _UntilExperts(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name, tensors = name_of(func), tensors_of(result)
+        if name == "__int__" and self.first_number is None:
+            self.first_number = len(self.values)
         if not tensors:
             return result
         arguments = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -227,7 +237,7 @@ def _by_columns(
 
     A choice at a time, as there are too many combinations.
     """
-    tokens = len(weights_TE)
+    tokens, tolerance = len(weights_TE), _TOLERANCE * float(weights_TE.abs().max())
 
     def column_of(ids_T: Tensor, remaining_TE: Tensor) -> tuple[Value, ...]:
         """Returns the column that has these experts' weights; empty if none has."""
@@ -235,7 +245,7 @@ def _by_columns(
         factors = [[values[name].reshape(-1).double() for name in column] for column in columns]
         for column, tensors in zip(columns, factors, strict=True):
             weights_T = functools.reduce(torch.mul, tensors)
-            if torch.allclose(weights_T, wanted_T, rtol=_TOLERANCE, atol=1e-9):
+            if torch.allclose(weights_T, wanted_T, rtol=0, atol=tolerance):
                 return column
         return ()
 

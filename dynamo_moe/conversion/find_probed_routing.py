@@ -21,7 +21,7 @@ from dynamo_moe.conversion.comparison import TOLERANCE, relative_error
 from dynamo_moe.conversion.expert_weights import ExpertsSpec
 from dynamo_moe.conversion.find_own_routing import are_constant, values_of_tokens
 from dynamo_moe.conversion.observation import random_tokens, same_draws
-from dynamo_moe.conversion.other_arguments import OtherArguments
+from dynamo_moe.conversion.other_arguments import OtherArguments, call_with
 from dynamo_moe.conversion.own_routing import Value
 from dynamo_moe.conversion.probed_routing import Probe, ProbedRouting, Rest, probed_results
 from dynamo_moe.private.pytorch import TorchDispatchMode
@@ -212,7 +212,7 @@ class ProbedTrial:
         image = self.x.movedim(-1, 1) if self.channels_first else self.x
         try:
             with same_draws():
-                self.module(image, **self.others.of_size(self.x))
+                call_with(self.module, image, self.others.of_size(self.x))
         except Exception:  # The module is the user's: anything can come out of it.
             return None
         finally:

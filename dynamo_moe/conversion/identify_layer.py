@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -87,20 +87,33 @@ class IdentifiedLayer:
         return random_tokens(*shape, like=_floating(module), generator=generator)
 
     def own_forward(self, module: nn.Module) -> Callable[[Tensor], Any]:
-        """Returns the layer's own forward, from and to tokens ``[..., D]``."""
+        """Returns the layer's own forward, from and to tokens ``[..., D]``.
+
+        Of a record with attributes, these are in its result.
+        """
         run = on_tokens(on_any_device(module), self.others, channels_first=self.spec.channels_first)
-        return self._restoring(module, run)
+        return self._restoring(module, self._with_attributes(module, run))
 
     def record(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """Returns what the record computes of the same."""
         spec = self.spec
 
-        def run(x: Tensor, **others: Any) -> Any:
+        def run(x: Tensor, others: Mapping[str, Any]) -> Any:
             return spec(module, x, others)
 
-        return self._restoring(
-            module, on_tokens(run, self.others, channels_first=spec.channels_first)
-        )
+        run_tokens = on_tokens(run, self.others, channels_first=spec.channels_first)
+        return self._restoring(module, self._with_attributes(module, run_tokens))
+
+    def _with_attributes(
+        self, module: nn.Module, run: Callable[[Tensor], Any]
+    ) -> Callable[[Tensor], Any]:
+        """Returns a function that gives the attributes of the record, too."""
+        names = [name for name, _ in self.spec.attributes]
+
+        def with_attributes(x: Tensor) -> Any:
+            return run(x), [getattr(module, name) for name in names]
+
+        return with_attributes if names else run
 
     def _restoring(
         self, module: nn.Module, run: Callable[[Tensor], Any]
@@ -140,6 +153,7 @@ def identify_layer(
     # Experts hold neither gates nor shared experts.
     hidden = {path: module.get_submodule(path) for path in _paths_of_experts(experts)}
     weights = random_weights(module, _names_to_keep(module, candidates))
+    _check_finite(module, weights)
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
     failures: list[ValueError] = []
@@ -153,7 +167,7 @@ def identify_layer(
                 failures.append(failure)
                 continue
             try:
-                specs = trial.specs(way)
+                specs = [each for spec in trial.specs(way) for each in _with_and_without(spec)]
                 leading = tuple(trial.x.shape[:-1])
                 return [
                     IdentifiedLayer(spec, weights, leading, others, trial.changing, trial.draws)
@@ -185,7 +199,13 @@ def side_effects(
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
     if isinstance(spec.routing, (OwnRouting, ProbedRouting)):
         with preserving_state(module), using_tensors(module, identified.weights):
-            line = line_that_decides(spec.routing, module, x, identified.others.of_size(x))
+            line = line_that_decides(
+                spec.routing,
+                module,
+                x,
+                identified.others.of_size(x),
+                is_read=isinstance(spec.routing, OwnRouting),  # It cannot read how probes are made.
+            )
         if line is not None:
             notes.append(f"its router decides by values at {line}, which an export may refuse")
     if identified.draws:
@@ -230,6 +250,13 @@ def _names_to_keep(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]
     return kept
 
 
+def _check_finite(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Raises ValueError if a parameter near whose values others are drawn is infinite or NaN."""
+    for name, _ in module.named_parameters():
+        if name in weights and not weights[name].isfinite().all():
+            raise ValueError(f"its parameter {name!r} has numbers that are not finite")
+
+
 def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpec) -> None:
     """Clamps show with large numbers, everything else with ordinary ones."""
     for stack in experts.stacks:
@@ -241,6 +268,11 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 
 
 # --- The search ---
+
+
+def _with_and_without(spec: LayerSpec) -> list[LayerSpec]:
+    """Returns a record, then the one without the attributes that it may set wrongly."""
+    return [spec, replace(spec, attributes=())] if spec.attributes else [spec]
 
 
 def _observe(

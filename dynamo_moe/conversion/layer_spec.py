@@ -49,6 +49,9 @@ class LayerSpec:
         dimensions: The numbers of token dimensions for which this was compared with the module.
         others: What its forward is called with beside tokens and defaults: names of arguments, each
             with a plain value or an :class:`OtherTensor`.
+        keyword_only: The names of arguments that have no position.
+        attributes: Attributes that the forward sets on the module, such as how many tokens each
+            expert gets.
     """
 
     arguments: tuple[tuple[str, Any], ...]
@@ -61,6 +64,8 @@ class LayerSpec:
     bias: str | None = None
     dimensions: tuple[int, ...] = ()
     others: tuple[tuple[str, Any], ...] = ()
+    keyword_only: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, ReturnValue], ...] = ()
 
     def __call__(
         self,
@@ -110,6 +115,8 @@ class LayerSpec:
             y = y + attrgetter(self.bias)(module)
         for name, value in self.result_attributes:
             setattr(y, name, value.compute(y, routed))
+        for name, value in self.attributes:
+            setattr(module, name, value.compute(y, routed))
 
         def compute(value: ReturnValue) -> Any:
             computed = value.compute(y, routed)
@@ -122,11 +129,11 @@ class LayerSpec:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Any]] | None:
         """Returns a call's tokens and its other arguments; None if it is unlike those compared."""
-        names = [name for name, _ in self.arguments]
+        names = [name for name, _ in self.arguments if name not in self.keyword_only]
         if len(args) > len(names):
             return None
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        x = arguments.pop(names[0], None)
+        x = arguments.pop(self.arguments[0][0], None)
         defaults, known = dict(self.arguments), dict(self.others)
         others = {
             name: value
@@ -148,10 +155,10 @@ class LayerSpec:
         )
 
     def return_values(self) -> list[ReturnValue]:
-        """Returns all values that the forward returns or sets on its result."""
+        """Returns all values that the forward returns, or sets on its result or the module."""
         return [
             *pytree.tree_leaves(self.returned),
-            *(value for _, value in self.result_attributes),
+            *(value for _, value in (*self.result_attributes, *self.attributes)),
         ]
 
 

@@ -8,6 +8,7 @@ Legend: T tokens, D model width, E experts, K choices, R candidate routings.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -42,7 +43,7 @@ from dynamo_moe.conversion.observation import (
     ObservedForward,
     same_draws,
 )
-from dynamo_moe.conversion.other_arguments import OtherArguments, is_plain
+from dynamo_moe.conversion.other_arguments import OtherArguments, call_with, is_plain, positions
 from dynamo_moe.conversion.own_routing import (
     Value,
     dense_weights,
@@ -221,9 +222,15 @@ class LayerTrial:
         # As the routing will call it: the calls that draw its other arguments are none of its own.
         others = self.others.of_size(self.x)
         image = self.x.movedim(-1, 1) if self.channels_first else self.x
-        run = functools.partial(self.module, **others)
+
+        def run(x: Tensor) -> Any:
+            return call_with(self.module, x, others)
+
         with same_draws():
-            values = values_ahead_of_experts(run, image, parameters)
+            values, early = values_ahead_of_experts(run, image, parameters)
+        # First those ahead of a number that the forward reads from a tensor, if it does.
+        searched = [dict(itertools.islice(values.items(), early))] * (early < len(values))
+        searched.append(values)
         width = self.x.shape[-1]
         normed = [v for v, t in values.items() if self._is_per_token(t, width)]
         is_sum = False
@@ -241,7 +248,12 @@ class LayerTrial:
                         sums[residual].append(_Sum(part, experts, tokens, residual, weights_TE))
                         is_sum |= not are_constant(weights_TE)
             for found in sums.values():
-                specs = [spec for each in found for spec in self._specs_of_sum(each, values)]
+                specs = [
+                    spec
+                    for known in searched
+                    for each in found
+                    for spec in self._specs_of_sum(each, known)
+                ]
                 if specs:
                     return specs
         if is_sum:
@@ -340,7 +352,7 @@ class LayerTrial:
         if vars(leaves[routing.result]):
             raise ValueError("it sets attributes on its result")
         return LayerSpec(
-            arguments=_arguments(self.module),
+            arguments=_arguments(self.module, self.others),
             routing=routing,
             experts=experts,
             shared=(),
@@ -349,13 +361,14 @@ class LayerTrial:
             ),
             channels_first=self.channels_first,
             others=self.others.form,
+            keyword_only=_keyword_only(self.module),
         )
 
     def _returned_values(self, values: dict[Value, Tensor]) -> tuple[Value, ...]:
-        """Returns the values of a forward that it also returns."""
+        """Returns the values of a forward that it also returns, or sets on the layer."""
         leaves = [
             leaf
-            for leaf in pytree.tree_leaves(self.seen.result)
+            for leaf in (*pytree.tree_leaves(self.seen.result), *self._tensors_set().values())
             if isinstance(leaf, Tensor) and leaf.ndim
         ]
         found = (
@@ -404,7 +417,7 @@ class LayerTrial:
         ]
         attributes = vars(leaves[part.index]).items()
         return LayerSpec(
-            arguments=_arguments(self.module),
+            arguments=_arguments(self.module, self.others),
             routing=routing,
             experts=experts,
             shared=part.shared,
@@ -415,7 +428,20 @@ class LayerTrial:
             channels_first=self.channels_first,
             bias=part.bias,
             others=self.others.form,
+            keyword_only=_keyword_only(self.module),
+            attributes=tuple(self._attributes(routed)),
         )
+
+    def _attributes(self, routed: Routed) -> Iterator[tuple[str, ReturnValue]]:
+        """Yields the tensors that the forward sets on the layer and that its routing gives."""
+        for name, value in self._tensors_set().items():
+            with contextlib.suppress(ValueError):  # A note says that it is no longer set.
+                yield name, self._return_value(value, routed)
+
+    def _tensors_set(self) -> dict[str, Tensor]:
+        """Returns the tensors that the forward sets on the layer; a scalar is a loss."""
+        values = self.seen.attributes.get("", {})
+        return {n: v for n, v in values.items() if isinstance(v, Tensor) and v.ndim}
 
     def _is_per_token(self, value: Any, size: int) -> bool:
         """Whether a value is a floating tensor with so many numbers for each token."""
@@ -598,14 +624,23 @@ class LayerTrial:
         )
 
 
-def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Returns the names of a forward's arguments, each with its default if that is plain."""
+def _keyword_only(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a forward's arguments that have no position."""
     parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(
-        (p.name, p.default if is_plain(p.default) else ...)
-        for p in parameters
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    )
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def _arguments(module: nn.Module, others: OtherArguments) -> tuple[tuple[str, Any], ...]:
+    """Returns the names of a forward's arguments, each with its default if that is plain."""
+    names: list[tuple[str, Any]] = []
+    for p in inspect.signature(module.forward).parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            known = [name for name in others.values if name.startswith(f"{p.name}[")]
+            # The first one is the tokens, unless they have a name.
+            names += [(name, ...) for name in positions(p.name, len(known) + (not names))]
+        elif p.kind is not p.VAR_KEYWORD:
+            names.append((p.name, p.default if is_plain(p.default) else ...))
+    return tuple(names)
 
 
 def is_matrix(value: Any, rows: int, columns: int) -> bool:

@@ -30,6 +30,8 @@ _BIAS = re.compile(r".*bias.*|b\d*")
 _STACK_DIMENSIONS = frozenset({3, 4})
 # Their weights have as many dimensions as stacks.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+# Theirs have matrices along the rows: of heads, or of several gates.
+_JOINED = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ def locate_layers(
     return layers
 
 
+def is_numbered(name: str) -> bool:
+    """Whether a name is that of a single expert, such as ``expert_1``."""
+    return bool(re.fullmatch(r".*expert_?\d+", name.lower()))
+
+
 def numbers_of_experts(module: nn.Module) -> dict[str, int]:
     """Returns the numbers among a module's attributes that are named after experts."""
     return {
@@ -203,7 +210,8 @@ def _locate_experts(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Locate
             within.update(lists)
         if not isinstance(module, _LISTS) or module in within:
             continue
-        is_named = "expert" in path.rpartition(".")[2].lower()
+        name = path.rpartition(".")[2]
+        is_named = "expert" in name.lower() and not is_numbered(name)
         if _may_be_expert_list(module, is_named=is_named):
             within.update(module.modules())
             yield LocatedExperts(path, len(list_members(module)))
@@ -322,6 +330,8 @@ def _stacks_in(
         yield len(parts[0]), parts
     # Stacked along the rows of one matrix; a number among the attributes says how many there are.
     direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
+    if isinstance(module, _JOINED):
+        return
     sizes = {tuple(p.shape) for p in direct.values()}
     if len(direct) in (2, 3) and len(sizes) <= 2:
         counts = {v for v in vars(module).values() if type(v) is int and v > 1}

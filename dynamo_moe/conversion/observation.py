@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion.other_arguments import OtherArguments
+from dynamo_moe.conversion.other_arguments import OtherArguments, call_with
 from dynamo_moe.conversion.routing import SubmoduleCall, TensorArgument
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private.pytorch import has_forward_hooks, hooks_removed, tensors_replaced
@@ -333,17 +334,17 @@ class FullPrecision(TorchFunctionMode):
 def on_any_device(module: nn.Module) -> Callable[..., Any]:
     """Returns a module's forward, which also runs on the CPU if the module insists on CUDA.
 
-    At a second try, tensors claim to be on CUDA. What is computed is what the operators that the
-    module calls compute.
+    It takes tokens, and other arguments by name. At a second try, tensors claim to be on CUDA. What
+    is computed is what the operators that the module calls compute.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, others: Mapping[str, Any] = MappingProxyType({})) -> Any:
         try:
-            return module(*args, **kwargs)
+            return call_with(module, x, others)
         except Exception:
             if not any(p.is_cuda for p in module.parameters()):
                 with contextlib.suppress(Exception), _ClaimCuda():
-                    return module(*args, **kwargs)
+                    return call_with(module, x, others)
             raise
 
     return run
@@ -361,7 +362,10 @@ class _ClaimCuda(TorchFunctionMode):
 
 
 def on_tokens(
-    run: Callable[..., Any], others: OtherArguments, *, channels_first: bool
+    run: Callable[[Tensor, Mapping[str, Any]], Any],
+    others: OtherArguments,
+    *,
+    channels_first: bool,
 ) -> Callable[[Tensor], Any]:
     """Returns a forward from and to tokens ``[..., D]``, made of one that may take images.
 
@@ -370,12 +374,12 @@ def on_tokens(
 
     def from_tokens(x: Tensor) -> Any:
         if not channels_first:
-            return run(x, **others.of_size(x))
+            return run(x, others.of_size(x))
         image = x.movedim(-1, 1)
 
         def to_tokens(value: Tensor) -> Tensor:
             return value.movedim(1, -1) if value.shape == image.shape else value
 
-        return pytree.tree_map_only(Tensor, to_tokens, run(image, **others.of_size(x)))
+        return pytree.tree_map_only(Tensor, to_tokens, run(image, others.of_size(x)))
 
     return from_tokens

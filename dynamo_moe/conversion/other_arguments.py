@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class OtherArguments:
 
     Attributes:
         leading: The leading dimensions of the tokens.
-        values: The other arguments by name.
+        values: The other arguments by name, those of ``*name`` as :func:`positions` says.
     """
 
     leading: tuple[int, ...] = ()
@@ -68,7 +69,8 @@ class OtherArguments:
     def of_size(self, x: Tensor) -> dict[str, Any]:
         """Returns arguments for tokens ``[..., D]`` of other sizes.
 
-        Leading dimensions that a tensor shares with the tokens follow them. Its values are drawn
+        Leading dimensions that a tensor shares with the tokens follow them, also if it has a row
+        for each token. Its values are drawn
         from the example's, so that ids stay ids; floating ones are changed a little, and masks are
         drawn at random.
 
@@ -85,12 +87,25 @@ class OtherArguments:
         return {**self.values, **drawn}
 
 
+def positions(name: str, count: int) -> list[str]:
+    """Returns names of the arguments that a forward gets as ``*name``, such as ``name[0]``."""
+    return [f"{name}[{number}]" for number in range(count)]
+
+
+def call_with(function: Callable[..., Any], x: Tensor, others: Mapping[str, Any]) -> Any:
+    """Calls a forward with tokens and what else it gets, by name or as one of its positions."""
+    by_position = [value for name, value in others.items() if "[" in name]
+    return function(x, *by_position, **{n: v for n, v in others.items() if "[" not in n})
+
+
 def _of_size(
     tensor: Tensor, leading: tuple[int, ...], wanted: tuple[int, ...], generator: torch.Generator
 ) -> Tensor:
     sizes = zip(tensor.shape, leading, strict=False)
     shared = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], sizes)])
     shape = (*wanted[:shared], *tensor.shape[shared:])
+    if not shared and tensor.shape[:1] == (math.prod(leading),):
+        shape = (math.prod(wanted), *tensor.shape[1:])
     if tensor.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     known = tensor.detach().cpu().flatten()
@@ -115,7 +130,7 @@ def observe_calls(
     """
     calls: dict[str, OtherArguments] = {}
     modules = {path: model.get_submodule(path) for path in paths}
-    modules = {p: m for p, m in modules.items() if len(inspect.signature(m.forward).parameters) > 1}
+    modules = {path: module for path, module in modules.items() if _takes_more(module)}
     if not modules:
         return calls
 
@@ -137,12 +152,22 @@ def observe_calls(
     return calls
 
 
+def _takes_more(module: nn.Module) -> bool:
+    """Whether a module's forward takes more than one argument."""
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    return len(kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
 def _other_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> OtherArguments | None:
     signature = inspect.signature(module.forward)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    is_positional = inspect.Parameter.VAR_POSITIONAL in kinds
+    # Ahead of arguments by position, all have to be given by position.
+    if inspect.Parameter.POSITIONAL_ONLY in kinds or (
+        is_positional and kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) > 1
+    ):
         return None
     x, *others = _without_defaults(signature, args, kwargs)
     tokens = x[1]
@@ -162,5 +187,7 @@ def _without_defaults(
         parameter = signature.parameters[name]
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             yield from value.items()
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from zip(positions(name, len(value)), value, strict=True)
         elif isinstance(value, Tensor) or value is not parameter.default:
             yield name, value

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dynamo_moe.conversion.other_arguments import call_with
 from dynamo_moe.conversion.routing import Routed
 from dynamo_moe.model_lines import model_line
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private.pytorch import is_exporting, module_stack_kept
+from dynamo_moe.tracing.sizes_in_tensors import SizesInTensors
 
 Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 """What a layer's values are:
@@ -264,7 +266,7 @@ def _values_of(
     forward = module.own_forward if isinstance(module, ConvertedModule) else module.forward
     seen = ValuesSeen(wanted, leaves=True)
     with contextlib.suppress(AllComputed), seen:
-        forward(x, **others)
+        call_with(forward, x, others)
     return seen.values()
 
 
@@ -273,25 +275,41 @@ class _DecidesError(BaseException):
 
 
 class _LeaveAtDecision(TorchFunctionMode):
-    """Leaves the code that it is around where a tensor's value decides what runs."""
+    """Leaves the code that it is around where a tensor's value decides what runs.
+
+    Args:
+        functions: The names of the functions that give Python the value.
+    """
+
+    def __init__(self, functions: Collection[str]) -> None:
+        super().__init__()
+        self._functions = functions
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if name_of(func) == "__bool__":
+        if name_of(func) in self._functions:
             raise _DecidesError
         return func(*args, **(kwargs or {}))
 
 
 def line_that_decides(
-    routing: Callable[..., Routed], module: nn.Module, x: Tensor, others: Mapping[str, Any]
+    routing: Callable[..., Routed],
+    module: nn.Module,
+    x: Tensor,
+    others: Mapping[str, Any],
+    *,
+    is_read: bool = True,
 ) -> str | None:
     """Returns the line where a forward decides by a tensor's values how it routes, if it does.
 
-    No trace can follow that.
+    No trace can follow that, unless the value is made of sizes alone. Nor can one that runs the
+    code follow that a value becomes a number; for one that reads it (``is_read``), the number is a
+    size.
     """
+    functions = ("__bool__",) if is_read else ("__bool__", "__float__", "__int__")
     try:
-        with torch.no_grad(), _LeaveAtDecision():
+        with torch.no_grad(), _LeaveAtDecision(functions), SizesInTensors():
             routing(module, x, others)
     except _DecidesError as decision:
         return model_line(decision) or "a line that is not the model's"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe import pytree
+from dynamo_moe.conversion.other_arguments import call_with
 from dynamo_moe.conversion.own_routing import Value, ValuesSeen, chosen_weights
 from dynamo_moe.conversion.routing import Routed
 from dynamo_moe.modules import ConvertedModule
@@ -169,7 +170,7 @@ def probed_results(
     }
     layer = copy_around(module, stand_ins)
     forward = layer.own_forward if isinstance(layer, ConvertedModule) else layer.forward
-    return pytree.tree_leaves(forward(x, **others))
+    return pytree.tree_leaves(call_with(forward, x, others))
 
 
 def _stand_in(expert: nn.Module, probe: Probe, unit: float, rows: list[Tensor] | None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""MoE layers that nothing but their attributes tell of: they say how many experts they have."""
+"""MoE layers that nothing but their attributes tell of: numbers of experts, or numbered experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from dynamo_moe.conversion.identify_experts import LORAS, is_lora
-from dynamo_moe.conversion.locate_layers import is_within, numbers_of_experts
+from dynamo_moe.conversion.locate_layers import is_numbered, is_within, numbers_of_experts
 from dynamo_moe.conversion.reports import Unrecognised
 
 
@@ -22,7 +22,10 @@ def unlocated_layers(
         modules: A model's modules by path.
         known: The paths of modules that are MoE layers, or parts of some.
     """
-    counts = {path: numbers_of_experts(_computing(module)) for path, module in modules}
+    counts = {
+        path: numbers_of_experts(_computing(module)) or _numbered_experts(module)
+        for path, module in modules
+    }
     found: list[Unrecognised] = []
     for path, module in modules:
         parent = path.rpartition(".")[0]
@@ -40,12 +43,21 @@ def _computing(module: nn.Module) -> nn.Module:
     return owner if isinstance(owner, nn.Module) else module
 
 
+def _numbered_experts(module: nn.Module) -> dict[str, int]:
+    """Returns how many experts are attributes of their own, such as ``expert_1``, by the first."""
+    names = [name for name, _ in module.named_children() if is_numbered(name)]
+    return {names[0]: len(names)} if len(names) > 1 else {}
+
+
 def _reason(module: nn.Module) -> str:
     computing = _computing(module)
     if any(map(is_lora, (type(computing).__name__, *dict(computing.named_parameters())))):
         return LORAS
     if computing is not module:
         return "its forward has been replaced in the instance"
+    if numbered := _numbered_experts(module):
+        [(name, count)] = numbered.items()
+        return f"its {count} experts are attributes from {name!r} on: put them into a ModuleList"
     name, count = max(numbers_of_experts(module).items(), key=lambda item: item[1])
     return (
         f"its {count} experts ({name}) are neither modules in a list nor two or three stacks of as "

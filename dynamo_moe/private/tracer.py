@@ -243,6 +243,11 @@ def lacks_values(error: RuntimeError) -> bool:
     return "fake tensor in the exported program constant" in str(error)
 
 
+def decides_by_values(error: RuntimeError) -> bool:
+    """Whether an error says that a trace has to decide by a tensor's value."""
+    return "data-dependent expression" in str(error)
+
+
 def is_module_cast(function: str) -> bool:
     """Whether a function of ``torch.nn.Module`` is what casts and moves modules."""
     return function == "_apply"

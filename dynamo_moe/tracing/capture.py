@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
+from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
 from dynamo_moe.modules import ConvertedModule
@@ -35,6 +36,7 @@ from dynamo_moe.tracing.nodes import UnfollowedError, add_call, all_nodes, value
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
+from dynamo_moe.tracing.sizes_in_tensors import SizesInTensors
 
 _aten = torch.ops.aten
 _DROPOUTS = frozenset(
@@ -151,14 +153,19 @@ def _trace(
             )
 
     with exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
+        watched: TorchFunctionMode = DataDetached()
         try:
             traced = program()
             if not _without_values(traced):
                 return traced
         except RuntimeError as error:
-            if strict or not tracer.lacks_values(error):
+            if tracer.decides_by_values(error):
+                watched = SizesInTensors()
+            elif not tracer.lacks_values(error):
                 raise
-        with DataDetached():
+            if strict:
+                raise
+        with watched:
             traced = program()
     for name in _without_values(traced):
         raise ValueError(

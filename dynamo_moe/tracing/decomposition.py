@@ -26,7 +26,15 @@ from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.filled_ranges import overwrites_one_range, with_range
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
-from dynamo_moe.tracing.in_place import Memories, Values, changed, is_known_view, view_of, writes
+from dynamo_moe.tracing.in_place import (
+    Memories,
+    Values,
+    changed,
+    is_known_view,
+    named,
+    view_of,
+    writes,
+)
 from dynamo_moe.tracing.nodes import ASSERTIONS, Call, NeedsRetraceError, add_graph, values
 
 _aten = torch.ops.aten
@@ -267,7 +275,7 @@ def _is_only_cast(node: fx.Node) -> bool:
 
 def _functional(node: fx.Node) -> OpOverload | None:
     """Returns the operator that gives what one such as ``add_`` writes; None if there is none."""
-    schema = schema_of(cast(OpOverload, node.target))
+    schema = schema_of(named(node.target))
     namespace, _, name = schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
     functional = getattr(packet, schema.overload_name or "default", None)

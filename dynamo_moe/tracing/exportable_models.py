@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 
 import torch
@@ -46,8 +48,17 @@ def _of_symbolic_size(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
+@contextmanager
+def _attributes_may_be_set() -> Iterator[None]:
+    """Silences PyTorch's advice on tensors that a forward sets as attributes: they are restored."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
+        yield
+
+
 exportable_models = ProcessState(
     exportable_recurrences,
+    _attributes_may_be_set,
     partial(replaced, nn.functional, "one_hot", _of_symbolic_size),
     *(
         partial(replaced, nn.Module, name, partial(_casting, getattr(torch, name)))

@@ -22,6 +22,19 @@ from dynamo_moe.private.pytorch import HigherOrderOperator, OpOverload, schema_o
 from dynamo_moe.tracing.nodes import NeedsRetraceError, values
 
 _aten = torch.ops.aten
+# Python's operators that change a tensor, of which functionalization has no form without a change.
+_NAMED: dict[Any, OpOverload] = {
+    _aten.__iand__.Tensor: _aten.bitwise_and_.Tensor,
+    _aten.__iand__.Scalar: _aten.bitwise_and_.Scalar,
+    _aten.__ior__.Tensor: _aten.bitwise_or_.Tensor,
+    _aten.__ior__.Scalar: _aten.bitwise_or_.Scalar,
+    _aten.__ixor__.Tensor: _aten.bitwise_xor_.Tensor,
+    _aten.__ixor__.Scalar: _aten.bitwise_xor_.Scalar,
+    _aten.__ilshift__.Tensor: _aten.bitwise_left_shift_.Tensor,
+    _aten.__ilshift__.Scalar: _aten.bitwise_left_shift_.Tensor_Scalar,
+    _aten.__irshift__.Tensor: _aten.bitwise_right_shift_.Tensor,
+    _aten.__irshift__.Scalar: _aten.bitwise_right_shift_.Tensor_Scalar,
+}
 
 
 def writes(node: fx.Node) -> bool:
@@ -215,10 +228,14 @@ def is_known_view(node: fx.Node) -> bool:
     return any(value.alias_info is not None for value in schema_of(target).returns)
 
 
+def named(target: Any) -> Any:
+    """Returns an operator of Python's, such as ``&=``, by the name that it has beside others."""
+    return _NAMED.get(target, target)
+
+
 def view_of(node: fx.Node) -> View:
     """Returns what a node does with its first argument."""
-    target: Any = node.target
-    return target, node.args[1:], dict(node.kwargs)
+    return named(node.target), node.args[1:], dict(node.kwargs)
 
 
 def changed(whole: Tensor, steps: Sequence[View]) -> Tensor:

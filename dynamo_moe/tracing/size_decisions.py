@@ -23,7 +23,8 @@ from dynamo_moe.private import tracer
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
 _BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
-_OTHERS = (str(Path(torch.__file__).parent), str(Path(tracer.__file__).parent), str(_HERE), "<")
+_OURS = (Path(tracer.__file__).parent, _HERE, _HERE.parent / "conversion")
+_OTHERS = (str(Path(torch.__file__).parent), *map(str, _OURS), "<")
 
 
 class Decision(NamedTuple):

@@ -288,6 +288,23 @@ def test_a_clamp_that_ordinary_tokens_do_not_reach() -> None:
     assert [each.adapter for each in report.replaced] == ["mixture"]
 
 
+@pytest.mark.parametrize("name", ["scale", "experts.1.w2.weight"])
+def test_weights_that_are_no_numbers_are_named(name: str) -> None:
+    class Scaled(Listed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * self.scale)
+
+    model = nn.Sequential(Scaled())
+    model[0].get_parameter(name).data.view(-1)[3] = torch.nan
+    (left,) = dynamo_moe.convert(model).unrecognised
+    assert "not finite" in left.reason
+    assert name != "scale" or "'scale'" in left.reason
+
+
 def test_more_than_numbers_is_compared() -> None:
     class WithLength(Listed):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:
@@ -313,6 +330,50 @@ def test_layers_of_one_class_keep_their_own_attributes() -> None:
     assert "seen stays 12" in report.replaced[1].notes
     model[0].loss += 1  # In place, as where losses are summed up in training.
     assert [float(layer.loss) for layer in model] == [1, 0]
+
+
+class SetsRouting(Listed):
+    """Sets the routing on itself, as DeepSpeed's layer sets how many tokens each expert gets."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.scores, self.ids = self.gate(x.reshape(-1, 16)).softmax(-1).topk(2)
+        self.counts = F.one_hot(self.ids, 4).sum((0, 1))
+        return super().forward(x)
+
+
+def test_routing_that_a_forward_sets_as_attributes(tmp_path: Path) -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = SetsRouting()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.moe(x), self.moe.scores, self.moe.ids, self.moe.counts
+
+    model, original, x = Parent().eval(), Parent().eval(), torch.randn(2, 5, 16)
+    (replacement,) = dynamo_moe.convert(model, x).replaced
+    assert (replacement.module, replacement.notes) == ("moe", ())
+    path = tmp_path / "m.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = dynamo_moe.export(model, x, path, dynamic_shapes={"x": {0: "batch"}})
+    assert sum(report.operators.values()) == 1
+    for tokens in (x, torch.randn(7, 5, 16)):
+        torch.testing.assert_close(model(tokens), original(tokens), rtol=1e-5, atol=1e-5)
+    assert dynamo_moe.verify(path, original).passed
+
+
+def test_an_attribute_that_is_the_routing_of_few_tokens_alone() -> None:
+    class SetsRows(Listed):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            counts = F.one_hot(self.gate(x.reshape(-1, 16)).topk(2).indices, 4).sum((0, 1))
+            self.rows = counts.clamp(max=50)
+            return super().forward(x)
+
+    model = nn.Sequential(SetsRows())
+    (replacement,) = dynamo_moe.convert(model).replaced
+    assert replacement.notes == ("rows is no longer set: it is None",)
+    assert model[0].rows is None
 
 
 def test_a_forward_replaced_in_the_instance_is_not_converted() -> None:

@@ -314,7 +314,46 @@ class Adapters(nn.Module):
         return self.base_layer(x) + self.lora_B["one"](self.lora_A["one"](x))
 
 
-@pytest.mark.parametrize("kind", [Blocks, Convolutions, Heads, Neighbours, Adapters])
+@pytest.mark.parametrize("counted", [False, True])
+def test_numbered_attributes_are_named(counted: bool) -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, COUNT)
+            self.num_experts = COUNT if counted else 0
+            for number in range(COUNT):
+                first, second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+                self.add_module(f"expert_{number}", nn.Sequential(first, nn.ReLU(), second))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = self.gate(x).softmax(dim=-1).unbind(dim=-1)
+            parts = [self.get_submodule(f"expert_{n}")(x) for n in range(COUNT)]
+            return sum(
+                part * weight[..., None] for part, weight in zip(parts, weights, strict=True)
+            )
+
+    (left,) = dynamo_moe.convert(nn.Sequential(Numbered())).unrecognised
+    assert left.module == "0"
+    assert left.reason == (
+        "its 6 experts are attributes from 'expert_0' on: put them into a ModuleList"
+    )
+
+
+class Pooler(nn.Module):
+    """As many queries as heads attend to tokens of another width, as CoCa's pooler in open_clip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, size = nn.Parameter(torch.randn(4, WIDTH)), 2 * WIDTH
+        self.attention = nn.MultiheadAttention(WIDTH, 4, kdim=size, vdim=size, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([x, x.sin()], dim=-1)
+        query = self.query.expand(len(x), -1, -1)
+        return self.attention(query, tokens, tokens, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("kind", [Blocks, Convolutions, Heads, Neighbours, Adapters, Pooler])
 def test_dense_models_are_not_suspected(kind: type[nn.Module]) -> None:
     model = nn.Sequential(kind()).eval()
     assert convertible_modules(model) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import onnxruntime as ort
@@ -74,6 +75,19 @@ class Padded(Layer):
         return self.combine(x, torch.zeros_like(scores).scatter(-1, ids, weights))
 
 
+class Recurrent(Layer):
+    """The router has a state from layer to layer, with a row for each token: arXiv 2408.06793."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        scores = self.gate(self.cell(x.reshape(-1, WIDTH), state)).softmax(dim=-1)
+        weights, ids = scores.view(*x.shape[:-1], COUNT).topk(2, dim=-1)
+        return self.combine(x, torch.zeros(*x.shape[:-1], COUNT).scatter(-1, ids, weights))
+
+
 class Ignored(Layer):
     """A plain router; the layer's number is of no importance."""
 
@@ -97,6 +111,8 @@ class Model(nn.Module):
                 y = self.moe(x, token_ids=ids)
             case Padded():
                 y = self.moe(x, ids == 0)
+            case Recurrent():
+                y = self.moe(x, x.reshape(-1, WIDTH).sin())
             case _:
                 y = self.moe(x, x.sin(), 3)
         return x + y
@@ -113,7 +129,7 @@ def ids(batch: int, length: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("error:.*its own forward computes")
-@pytest.mark.parametrize("layer", [Conditioned, Hashed, HashedInALoop, Padded, Ignored])
+@pytest.mark.parametrize("layer", [Conditioned, Hashed, HashedInALoop, Padded, Recurrent, Ignored])
 def test_an_example_shows_what_a_layer_gets(layer: type[Layer], tmp_path: Path) -> None:
     model = make(layer)
     expected = {shape: model(ids(*shape)).detach() for shape in ((2, 5), (1, 1), (3, 40))}
@@ -187,3 +203,83 @@ def test_an_additive_mask_stays_one() -> None:
     expected = model(ids(3, 7))
     assert [replacement.module for replacement in dynamo_moe.convert(model, ids(2, 5)).replaced]
     torch.testing.assert_close(model(ids(3, 7)), expected, rtol=1e-4, atol=1e-5)
+
+
+class ByPosition(Layer):
+    """As fairscale's and DeepSpeed's layers, whose tokens have no name."""
+
+    def forward(self, *input: Tensor | None, **kwargs: object) -> Tensor:
+        scores = self.gate(input[0]).softmax(dim=-1)
+        if len(input) > 1 and input[1] is not None:
+            scores = scores * ~input[1][..., None]
+        weights, ids = scores.topk(2, dim=-1)
+        return self.combine(input[0], torch.zeros_like(scores).scatter(-1, ids, weights))
+
+
+class ByPositionAndName(Layer):
+    """A sum of scores by each argument, of which the last has no position."""
+
+    def forward(self, x: Tensor, *more: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.gate(x + sum(more)).softmax(dim=-1)
+        if mask is not None:
+            scores = scores * mask[..., None]
+        weights, ids = scores.topk(2, dim=-1)
+        return self.combine(x, torch.zeros_like(scores).scatter(-1, ids, weights))
+
+
+Given = Callable[[Tensor], tuple[tuple[Tensor | None, ...], dict[str, Tensor]]]
+
+
+@pytest.mark.filterwarnings("error:.*its own forward computes")
+@pytest.mark.parametrize(
+    ("layer", "given"),
+    [
+        pytest.param(ByPosition, lambda x: ((x,), {}), id="tokens"),
+        pytest.param(ByPosition, lambda x: ((x, None), {}), id="none"),
+        pytest.param(ByPosition, lambda x: ((x, x[..., 0] > 1), {}), id="mask"),
+        pytest.param(ByPositionAndName, lambda x: ((x, x.sin(), x.cos()), {}), id="more"),
+        pytest.param(
+            ByPositionAndName, lambda x: ((x, x.sin()), {"mask": x[..., 0] > 0}), id="name"
+        ),
+    ],
+)
+def test_arguments_by_position(layer: type[Layer], given: Given, tmp_path: Path) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.moe = nn.Embedding(VOCABULARY, WIDTH), layer()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            args, kwargs = given(self.words(ids))
+            return self.moe(*args, **kwargs)
+
+    torch.manual_seed(0)
+    model = Around().eval()
+    expected = {shape: model(ids(*shape)).detach() for shape in ((2, 5), (1, 1), (3, 40))}
+    assert len(dynamo_moe.convert(model, ids(2, 5)).replaced) == 1
+    path = tmp_path / "model.onnx"
+    exported = dynamo_moe.export(
+        model, (ids(2, 5),), path, dynamic_shapes=({0: "batch", 1: "length"},)
+    )
+    assert sum(exported.operators.values()) == 1
+    session = ort.InferenceSession(path)
+    for shape, wanted in expected.items():
+        torch.testing.assert_close(model(ids(*shape)), wanted, rtol=1e-4, atol=1e-5)
+        (result,) = session.run(None, {"ids": ids(*shape).numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("args", [("x",), ("x", "x", "x"), ("x", "mask")])
+def test_other_positions_are_the_layers_own(args: tuple[str, ...]) -> None:
+    """An argument without a position is not taken for one that has it."""
+    torch.manual_seed(0)
+    layer = ByPositionAndName().eval()
+    x = torch.randn(2, 5, WIDTH)
+    model = nn.ModuleDict({"moe": layer})
+    model.forward = lambda x: layer(x, x, mask=x[..., 0] > 0)
+    dynamo_moe.convert(model, x)
+    assert isinstance(layer, ConvertedModule)
+    values = [{"x": x, "mask": x[..., :1] > 0}[name] for name in args]
+    with pytest.warns(UserWarning, match="its own forward computes"):
+        result = layer(*values)
+    torch.testing.assert_close(result, layer.own_forward(*values))

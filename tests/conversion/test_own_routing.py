@@ -159,6 +159,30 @@ class Choices(Layer):
         return y_TD.reshape(x.shape)
 
 
+class SteepChoices(Layer):
+    """A choice at a time, dropped by a capacity; a second one may have hardly any weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        scores_TE = (self.gate(x_TD) * 5).softmax(dim=-1)
+        first_T = scores_TE.argmax(dim=-1)
+        second_T = scores_TE.scatter(1, first_T[:, None], 0).argmax(dim=-1)
+        used_E, choices = torch.zeros(COUNT, dtype=torch.int64), []
+        for ids_T in (first_T, second_T):
+            places_TE = F.one_hot(ids_T, COUNT).cumsum(dim=0) + used_E
+            used_E = places_TE[-1]
+            kept_T = places_TE.gather(1, ids_T[:, None]).squeeze(1) <= x_TD.shape[0] // 4 + 2
+            weights_T = scores_TE.gather(1, ids_T[:, None]).squeeze(1)
+            weights_T *= kept_T
+            choices.append((ids_T, weights_T))
+        y_TD = torch.zeros_like(x_TD)
+        y_TED = torch.stack([expert(x_TD) for expert in self.experts], dim=1)
+        for ids_T, weights_T in choices:
+            rows_TD = y_TED.gather(1, ids_T[:, None, None].expand(-1, 1, WIDTH)).squeeze(1)
+            y_TD = y_TD + rows_TD * weights_T[:, None]
+        return y_TD.reshape(x.shape)
+
+
 class NullExperts(Choices):
     """Half of the ids are of experts that compute nothing, of arXiv 2406.13233."""
 
@@ -239,7 +263,7 @@ class Stacked(nn.Module):
 
 LAYERS = (
     TopP, Threshold, ReLURouting, MaskedSecond, Scaled, Capacity, ExpertChoice, InASubmodule,
-    NullExperts, WithoutWeights, ExpertChoiceInRows,
+    NullExperts, WithoutWeights, ExpertChoiceInRows, SteepChoices,
 )  # fmt: skip
 
 
@@ -288,8 +312,12 @@ def test_a_capacity_in_torchscript_is_right_or_refused(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.from_numpy(result), model(x))
     # TorchScript keeps the symbolic sizes of a trace for later ones.
     for each in (model, converted):
-        with pytest.raises(dynamo_moe.ExportError, match="decides by the values of a tensor"):
+        with pytest.raises(dynamo_moe.ExportError, match="capacity < least: was decided for"):
             dynamo_moe.export(each, (x,), path, dynamic_shapes=({0: "batch", 1: "length"},))
+    shapes = ({0: torch.export.Dim("batch", min=8), 1: torch.export.Dim("length", min=4)},)
+    for each in (model, converted):
+        dynamo_moe.export(each, (tokens(8, 9),), path, dynamic_shapes=shapes)
+        assert dynamo_moe.verify(path, model).passed
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -362,8 +390,22 @@ class Decides(Layer):
         return scores_TE**2
 
 
-def test_the_report_names_a_decision_by_values(tmp_path: Path) -> None:
-    layer = Decides().eval()
+def clamped(scores_TE: Tensor) -> Tensor:
+    if (scores_TE > 0.99).any():
+        scores_TE = scores_TE.clamp(max=0.99)
+    return scores_TE
+
+
+class CallsAFunction(Layer):
+    """Its decision is in a function beside the class, as in DeepSpeed's gates."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        return clamped(self.gate(x_TD).softmax(dim=-1)) ** 2
+
+
+@pytest.mark.parametrize("kind", [Decides, CallsAFunction])
+def test_the_report_names_a_decision_by_values(kind: type[Layer], tmp_path: Path) -> None:
+    layer = kind().eval()
     (replaced,) = dynamo_moe.convert(layer).replaced
     (note,) = replaced.notes
     where = r"test_own_routing.py:\d+ \(`if \(scores_TE > 0.99\).any\(\):`\)"

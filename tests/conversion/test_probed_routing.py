@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -450,6 +451,23 @@ def after_two_draws(model: nn.Module) -> Tensor:
     with torch.no_grad():
         model(tokens(2, 7))
     return torch.rand(())
+
+
+class ReadsANumber(CutsRows):
+    def start(self, x_TD: Tensor) -> Tensor:
+        return super().start(x_TD) + int((x_TD > 1e9).sum())
+
+
+def test_the_report_names_where_a_value_becomes_a_number(tmp_path: Path) -> None:
+    """A trace reads code where it does, and cannot read how probes are made."""
+    layer = ReadsANumber().eval()
+    (replaced,) = dynamo_moe.convert(layer).replaced
+    assert isinstance(layer._dynamo_moe_spec.routing, ProbedRouting)
+    line = "`return super().start(x_TD) + int((x_TD > 1e9).sum())`"
+    (note,) = replaced.notes
+    assert line in note
+    with pytest.raises(dynamo_moe.ExportError, match=re.escape(line)):
+        dynamo_moe.export(layer, (torch.randn(2, 5, WIDTH),), tmp_path / "model.onnx")
 
 
 # --- Near misses ---

@@ -96,8 +96,22 @@ def to_input(x: Tensor) -> Tensor:
     return x.add_(1) * 2
 
 
+def bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    mask, numbers = x > 0, (x * 8).to(torch.int64).abs()
+    mask &= x < 1
+    mask |= x > 2
+    mask ^= x > 3
+    numbers <<= 1
+    numbers >>= torch.tensor(2)
+    numbers &= 13
+    numbers |= numbers + 2
+    numbers ^= 5
+    return x * mask, numbers
+
+
 FRESH = [
     add,
+    bits,
     former_results,
     relu,
     several,

@@ -110,9 +110,11 @@ class TopKGate(nn.Module):
         weight1 = torch.einsum("se,se->s", scores, mask1.float())
         weight2 = torch.einsum("se,se->s", scores, mask2.float())
         total = torch.clamp(weight1 + weight2, min=torch.finfo(scores.dtype).eps)
+        weight1 /= total
+        weight2 /= total
         combine = 0
         for weight, mask, places in ((weight1, mask1, places1), (weight2, mask2, places2)):
-            gates = torch.einsum("s,se->se", weight / total, mask.float())
+            gates = torch.einsum("s,se->se", weight, mask.float())
             place = F.one_hot(torch.sum(places * mask, dim=1), num_classes=int(capacity))
             combine = combine + torch.einsum("se,sc->sec", gates, place.float())
         return l_aux, combine, combine.bool(), counts
@@ -231,7 +233,7 @@ CASES = [
         name=f"deepspeed-{name}",
         origin=ORIGIN,
         make=lambda arguments=arguments: Model(lambda: make_layer(**arguments), "mlp", first),
-        moe_paths=in_blocks("mlp"),
+        moe_paths=in_blocks("mlp.deepspeed_moe"),
         exact=arguments.get("drop_tokens", True),
         notes=notes,
     )
@@ -244,10 +246,21 @@ CASES = [
             {"use_residual": True, "drop_tokens": False},
             "a dense MLP with a coefficient beside the experts",
         ),
+        ("top2-no-minimum", {"k": 2, "min_capacity": 0}, "a decision that no size changes"),
+        (
+            "routes-capacity",
+            {"layer": RoutesLayer, "min_capacity": 0},
+            "a capacity of a tensor, read as a number behind the weights",
+        ),
         (
             "routes",
             {"layer": RoutesLayer, "drop_tokens": False},
             "slots for routes; a number read from a tensor",
+        ),
+        (
+            "routes-residual",
+            {"layer": RoutesLayer, "drop_tokens": False, "use_residual": True},
+            "a dense MLP behind a number read from a tensor",
         ),
     )
 ]

@@ -1,0 +1,86 @@
+"""Decisions by scalars that a model computes of sizes, such as DeepSpeed's capacity of an expert.
+
+A trace has no values of tensors, so it cannot decide by one. Where a scalar is made of sizes and
+plain numbers alone, the same arithmetic on the symbolic sizes says what it is, in float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Number: TypeAlias = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
+
+_NUMBERS = (int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
+# Of functions' and methods' names without the underscores of operators.
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    **{name: getattr(operator, name) for name in ("add", "mul", "sub", "truediv")},
+    "div": operator.truediv,
+    "radd": operator.add,
+    "rmul": operator.mul,
+    "rsub": lambda x, y: y - x,
+    "rdiv": lambda x, y: y / x,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "maximum": torch.sym_max,
+    "minimum": torch.sym_min,
+}
+# What gives the number itself, in the dtype of the result.
+_SAME = frozenset({"as_tensor", "clone", "contiguous", "detach", "float", "int", "long", "tensor"})
+_CASTS = frozenset({"to", "type"})
+
+
+class SizesInTensors(TorchFunctionMode):
+    """Decides by scalars of sizes as by the sizes: the trace then notes a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The tensors are kept, so that no other one gets the identity of one that is known.
+        self._known: dict[int, tuple[Tensor, Number]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs a function, and notes which number its result is."""
+        name = getattr(func, "__name__", "").strip("_")
+        numbers = [self._number(arg) for arg in args]
+        if name == "bool" and numbers[0] is not None:
+            return bool(numbers[0])
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim == 0:
+            number = _computed(name, numbers)
+            if number is not None:
+                self._known[id(result)] = result, _in_dtype(number, result.dtype)
+        return result
+
+    def _number(self, value: Any) -> Number | None:
+        """Returns the number that an argument is; None if it is another thing."""
+        if isinstance(value, Tensor):
+            return self._known.get(id(value), (value, None))[1]
+        return value if isinstance(value, _NUMBERS) else None
+
+
+def _computed(name: str, numbers: list[Number | None]) -> Number | None:
+    """Returns what a function gives for numbers, if that is known."""
+    if name in _CASTS:
+        return numbers[0]
+    if not numbers or None in numbers:
+        return None
+    if name in _SAME:
+        return numbers[0]
+    return _ARITHMETIC[name](*numbers) if name in _ARITHMETIC else None
+
+
+def _in_dtype(number: Number, dtype: torch.dtype) -> Number:
+    """Returns a number as a tensor of a dtype holds it; symbolic ones are not rounded."""
+    if not (dtype.is_floating_point or dtype == torch.bool):
+        return torch.sym_int(number)  # type: ignore[no-any-return]
+    return ctypes.c_float(number).value if type(number) is float else number
