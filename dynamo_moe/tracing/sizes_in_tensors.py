@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dynamo_moe.private.pytorch import change_count
+
 Number: TypeAlias = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
 
 _NUMBERS = (int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
@@ -36,6 +38,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 # What gives the number itself, in the dtype of the result.
 _SAME = frozenset({"as_tensor", "clone", "contiguous", "detach", "float", "int", "long", "tensor"})
 _CASTS = frozenset({"to", "type"})
+# Keyword arguments that change no number but by the dtype of the result.
+_OF_FORM = frozenset({"copy", "device", "dtype", "memory_format", "non_blocking", "requires_grad"})
 
 
 class SizesInTensors(TorchFunctionMode):
@@ -43,29 +47,33 @@ class SizesInTensors(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # The tensors are kept, so that no other one gets the identity of one that is known.
-        self._known: dict[int, tuple[Tensor, Number]] = {}
+        # By identity, with how often each had been changed. The tensors are kept, so that no other
+        # one gets the identity of one that is known.
+        self._known: dict[int, tuple[Tensor, int, Number]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs a function, and notes which number its result is."""
-        name = getattr(func, "__name__", "").strip("_")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         numbers = [self._number(arg) for arg in args]
-        if name == "bool" and numbers[0] is not None:
+        if name == "__bool__" and numbers[0] is not None:
             return bool(numbers[0])
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.ndim == 0:
-            number = _computed(name, numbers)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.ndim == 0 and kwargs.keys() <= _OF_FORM:
+            number = _computed(name.strip("_"), numbers)
             if number is not None:
-                self._known[id(result)] = result, _in_dtype(number, result.dtype)
+                number = _in_dtype(number, result.dtype)
+                self._known[id(result)] = result, change_count(result), number
         return result
 
     def _number(self, value: Any) -> Number | None:
         """Returns the number that an argument is; None if it is another thing."""
-        if isinstance(value, Tensor):
-            return self._known.get(id(value), (value, None))[1]
-        return value if isinstance(value, _NUMBERS) else None
+        if not isinstance(value, Tensor):
+            return value if isinstance(value, _NUMBERS) else None
+        _, changes, number = self._known.get(id(value), (value, -1, None))
+        return number if changes == change_count(value) else None
 
 
 def _computed(name: str, numbers: list[Number | None]) -> Number | None:
@@ -76,7 +84,10 @@ def _computed(name: str, numbers: list[Number | None]) -> Number | None:
         return None
     if name in _SAME:
         return numbers[0]
-    return _ARITHMETIC[name](*numbers) if name in _ARITHMETIC else None
+    try:
+        return _ARITHMETIC[name](*numbers) if name in _ARITHMETIC else None
+    except TypeError:  # With more arguments than operands.
+        return None
 
 
 def _in_dtype(number: Number, dtype: torch.dtype) -> Number:

@@ -103,6 +103,41 @@ def test_decisions_are_those_of_the_tensors(
             assert bool(result) == expected
 
 
+def changed(tensor: Tensor, *changes: Callable[[Tensor], object]) -> Tensor:
+    for change in changes:
+        change(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        pytest.param(lambda t: changed(t, lambda t: t.fill_(1)), id="fill_"),
+        pytest.param(lambda t: changed(t, lambda t: t.pow_(2)), id="pow_"),
+        pytest.param(lambda t: changed(t, lambda t: t.__setitem__(..., 1)), id="setitem"),
+        pytest.param(lambda t: changed(t, lambda t: t.detach().zero_()), id="alias"),
+        pytest.param(lambda t: torch.div(t, 2, rounding_mode="floor"), id="rounding_mode"),
+        pytest.param(lambda t: torch.add(t, 2, alpha=3), id="alpha"),
+        pytest.param(lambda t: torch.add(t, 2, out=torch.empty(())), id="out"),
+    ],
+)
+def test_what_changes_a_number_otherwise_is_not_followed(
+    computed: Callable[[Tensor], Tensor],
+) -> None:
+    with SizesInTensors() as mode:
+        scalar = torch.tensor(9.0)
+        assert mode._number(scalar) == 9
+        assert mode._number(computed(scalar)) is None
+
+
+def test_changes_in_place_are_followed() -> None:
+    with SizesInTensors() as mode:
+        scalar = torch.tensor(9.0).add_(1)
+        scalar *= 2
+        assert mode._number(scalar) == 20
+        assert isinstance(torch.tensor(9.0).bool(), Tensor)
+
+
 def test_other_tensors_are_no_sizes() -> None:
     with SizesInTensors() as mode:
         x, scale = torch.randn(4, 4), torch.tensor(2.0)
