@@ -6,7 +6,7 @@
 
 namespace dynamo_moe::onnxruntime {
 
-inline constexpr std::int64_t kMostFewRows = 16;
+inline constexpr std::int64_t kMostFewRows = 24;
 
 // result[r, o] = sum over i of weight[o, i] * rows[r, i] + bias[o], for some rows of a result with
 // `width` columns; the bias may be null. Each weight is read from memory once.

@@ -22,6 +22,9 @@ constexpr std::int64_t kLeastTokens = 1024;
 // Many rows are multiplied as so many columns at a time: their copy stays in the cache, and the
 // loops of ONNX Runtime take 32 at once.
 constexpr std::int64_t kColumnsAtOnce = 64;
+// Rows for our own loops stay in the cache's first level; from eight on, columns take no longer.
+constexpr std::int64_t kFewNumbers = std::int64_t{3} << 12;
+constexpr std::int64_t kLeastFewRows = 8;
 // A copy of some rows of a matrix stays in the cache until it has been multiplied.
 constexpr std::int64_t kCopyNumbers = std::int64_t{1} << 18;
 // With fewer blocks than threads may be, the weights of one are read by several, as many at a time
@@ -204,6 +207,7 @@ Status Kernel::CreateOps(const OrtKernelInfo* info) {
   const bool rows_of_w1 = !HasFlag(node_.layer, format::kW1Transposed);
   const bool rows_of_w2 = !HasFlag(node_.layer, format::kW2Transposed);
   in_columns_ = rows_of_w1 && rows_of_w2;
+  few_rows_ = std::clamp(kFewNumbers / node_.layer.width, kLeastFewRows, kMostFewRows);
   DYNAMO_MOE_RETURN_IF_ERROR(product(rows_of_w1, node_.Has(format::kB1), &up_));
   DYNAMO_MOE_RETURN_IF_ERROR(product(rows_of_w2 && !in_columns_, node_.Has(format::kB2), &down_));
   if (node_.node.op == format::kDropless) {
@@ -530,7 +534,7 @@ Status Kernel::RunBlock(const Call& call, const Inputs& inputs, const Routing& r
   DYNAMO_MOE_RETURN_IF_ERROR(rows.Allocate(call, static_cast<std::size_t>(count * width)));
   float* const x = rows.data();
   DYNAMO_MOE_RETURN_IF_ERROR(GatherRows(call, inputs, routing, slots, block, x));
-  if (in_columns_ && count > kMostFewRows) {
+  if (in_columns_ && count > few_rows_) {
     return RunColumns(call, inputs, block, x, results + block.place * width);
   }
   Buffer<float> buffer;

@@ -88,6 +88,8 @@ class Kernel {
   Op score_;
   // Whether products of many rows have these as columns, with the weights on the left.
   bool in_columns_ = false;
+  // From more rows on.
+  std::int64_t few_rows_ = 0;
   Op up_;
   Op down_;
   // By the code of the dtype in half precision.
