@@ -82,7 +82,6 @@ def dequantize_weights(model: ir.Model, product: ForeignOperator | None = None) 
         order = None
         if matrix.order is not None:
             order = initializer(f"{weight.name}_order", matrix.order)
-            graph.register_initializer(order)
         for user in users:
             if order is not None:
                 _order_columns(writer, user, order)
@@ -92,7 +91,7 @@ def dequantize_weights(model: ir.Model, product: ForeignOperator | None = None) 
             else:
                 _dequantize(writer, user, matrix, inputs)
         graph.initializers.pop(str(weight.name))
-        for value in inputs:
+        for value in (*inputs, *filter(None, [order])):
             graph.register_initializer(value)
             added.add(str(value.name))
     return added
