@@ -17,11 +17,15 @@ from dynamo_moe.weights.lazy_tensors import LazyTensor, computed
 from dynamo_moe.weights.packed_tensors import decoded
 
 
+class NotTakenError(ValueError):
+    """A checkpoint's format, or an option of it, is none that is taken."""
+
+
 def check_option(config: Mapping[str, Any], name: str, taken: tuple[Any, ...]) -> None:
-    """Raises a ValueError if an option of a checkpoint has another value than those taken."""
+    """Raises a NotTakenError if an option of a checkpoint has another value than those taken."""
     value = config.get(name)
     if value not in taken:
-        raise ValueError(f"{config['quant_method']} with {name}={value!r} is not taken")
+        raise NotTakenError(f"{config['quant_method']} with {name}={value!r} is not taken")
 
 
 def gptq(

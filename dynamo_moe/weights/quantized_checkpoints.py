@@ -17,6 +17,7 @@ from torch import Tensor
 
 from custom_ops.packed_weights import ENCODINGS, PackedWeight
 from dynamo_moe.weights.gptq_and_awq import (
+    NotTakenError,
     auto_round,
     awq,
     check_option,
@@ -47,12 +48,15 @@ def with_decoded(
             tensor does not fit it.
     """
     method = config.get("quant_method")
-    if method not in _METHODS:
+    try:
+        if method not in _METHODS:
+            names = ", ".join(_METHODS)
+            raise NotTakenError(f"quantization method {method!r} is not taken; {names} are")
+        decoded = _METHODS[method](tensors, config, dtype)
+    except NotTakenError as error:
         raise ValueError(
-            f"quantization method {method!r} is not taken; {', '.join(_METHODS)} are: load the "
-            "model dequantised by transformers, convert and export that"
-        )
-    decoded = _METHODS[method](tensors, config, dtype)
+            f"{error}: load the model dequantised by transformers, convert and export that"
+        ) from None
     check_plain(decoded)
     return decoded
 
@@ -67,20 +71,22 @@ def _compressed_tensors(
     for each in (form, *own_forms.values()):
         if each not in _FORMATS:
             names = ", ".join(_FORMATS)
-            raise ValueError(f"compressed-tensors format {each!r} is not taken; {names} are")
+            raise NotTakenError(f"compressed-tensors format {each!r} is not taken; {names} are")
     if config.get("transform_config"):
-        raise ValueError("compressed-tensors' transform_config, of rotations, is not taken")
+        raise NotTakenError("compressed-tensors' transform_config, of rotations, is not taken")
     sizes = set()
     for name, scheme in groups.items():
         taken = _FORMATS[own_forms[name]][1]
         weights = scheme.get("weights") or {}
         stored = weights.get("num_bits", taken[0][0]), weights.get("type", taken[0][1])
         if stored not in taken:
-            raise ValueError(f"weights of {stored[0]} bits of {stored[1]!r} ({name}) are not taken")
+            raise NotTakenError(
+                f"weights of {stored[0]} bits of {stored[1]!r} ({name}) are not taken"
+            )
         if stored[1] == "int" and own_forms[name] in ("pack-quantized", "mixed-precision"):
             sizes.add(stored[0])
     if len(sizes) > 1:
-        raise ValueError(f"words of {' and '.join(map(str, sorted(sizes)))} bits are not taken")
+        raise NotTakenError(f"words of {' and '.join(map(str, sorted(sizes)))} bits are not taken")
     reader, _ = _FORMATS[form]
     return reader(tensors, dtype, max(sizes, default=4))
 
@@ -292,7 +298,7 @@ def _modelopt(
     """
     scaled = [name for name in tensors if name.endswith(".pre_quant_scale")]
     if scaled:
-        raise ValueError(f"{scaled[0]}: scales of a layer's inputs are not taken")
+        raise NotTakenError(f"{scaled[0]}: scales of a layer's inputs are not taken")
     algorithms = {"": config.get("quant_algo")}
     if algorithms[""] == "MIXED_PRECISION":
         layers = config.get("quantized_layers") or {}
@@ -302,7 +308,7 @@ def _modelopt(
     for layer, algorithm in algorithms.items():
         if str(algorithm).upper() not in _MODELOPT:
             names = ", ".join(_MODELOPT)
-            raise ValueError(
+            raise NotTakenError(
                 f"ModelOpt's quant_algo {algorithm!r}{layer} is not taken; {names} are"
             )
     fused, tensors = _fused(tensors, dtype)

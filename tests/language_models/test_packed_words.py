@@ -308,7 +308,7 @@ def test_experts_whose_gate_and_up_have_two_orders_are_decoded(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (GPTQ | {"bits": 3}, {}, "gptq with bits=3 is not taken"),
+        (GPTQ | {"bits": 3}, {}, "gptq with bits=3 is not taken: load the model dequantised"),
         (AWQ | {"version": "gemv"}, {}, "awq with version='gemv' is not taken"),
         (GPTQ, {"scales": None}, r"a\.qweight has no a\.scales"),
         (GPTQ, {"qweight": None, "scales": None}, r"a\.qzeros has no a\.qweight"),
