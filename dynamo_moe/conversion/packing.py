@@ -71,34 +71,38 @@ def keep_packed(model: nn.Module) -> dict[str, str]:
     }
     shared = shared_weights(model, layers)
     for path, layer in layers.items():
-        if path in shared:
-            notes[path] = f"its experts are decoded: {shared[path]}"
+        packed = None if path in shared else _packed_experts(layer)
+        if packed is None:
+            reason = shared.get(path, "not all of them are packed, or not alike")
+            notes[path] = f"its experts are decoded: {reason}"
             continue
-        try:
-            weights = experts_weights(layer)
-        except NotImplementedError:  # An adapter of somebody else's, without experts_weights.
-            pair = None
-        else:
-            pair = packed_pair(weights.w1, weights.w2)
-        if pair is None:
-            notes[path] = "its experts are decoded: not all of them are packed, or not alike"
-            continue
-        first, second = pair
-        w1, w2 = first.packed, second.packed
-        b1, b2 = (None if bias is None else bias.detach() for bias in (weights.b1, weights.b2))
-        in_groups = first.order is not None or second.order is not None
-        if second.order is not None:
-            options = _experts_options(layer)
-            if options is None:
-                notes[path] = "its experts are decoded: their columns are in another order"
-                continue
-            rows_EF = _rows_in_order(second.order, options)
-            w1 = w1.each(partial(_in_order, rows_EF))
-            b1 = None if b1 is None else _in_order(rows_EF, b1)
-        notes[path] = f"its experts stay packed ({first.encoding})"
-        notes[path] += ", with columns in the order of their groups" * in_groups
-        pack_layer(layer, PackedExperts(first.encoding, w1, b1, w2, b2, first.order))
+        notes[path] = f"its experts stay packed ({packed.weight_format})"
+        if packed.w1_order is not None:
+            notes[path] += ", with columns in the order of their groups"
+        pack_layer(layer, packed)
     return notes
+
+
+def _packed_experts(layer: nn.Module) -> PackedExperts | None:
+    """Returns a layer's experts as a checkpoint has packed them; None if they have no such form."""
+    try:
+        weights = experts_weights(layer)
+    except NotImplementedError:  # An adapter of somebody else's, without experts_weights.
+        return None
+    pair = packed_pair(weights.w1, weights.w2)
+    if pair is None:
+        return None
+    first, second = pair
+    w1, b1 = first.packed, weights.b1
+    if second.order is not None:
+        options = _experts_options(layer)
+        if options is None:
+            return None
+        rows_EF = _rows_in_order(second.order, options)
+        w1 = w1.each(partial(_in_order, rows_EF))
+        b1 = None if b1 is None else _in_order(rows_EF, b1)
+    b1, b2 = (None if bias is None else bias.detach() for bias in (b1, weights.b2))
+    return PackedExperts(first.encoding, w1, b1, second.packed, b2, first.order)
 
 
 def _experts_options(layer: nn.Module) -> ExpertOptions | None:
