@@ -70,9 +70,8 @@ class OtherArguments:
         """Returns arguments for tokens ``[..., D]`` of other sizes.
 
         Leading dimensions that a tensor shares with the tokens follow them, also if it has a row
-        for each token. Its values are drawn
-        from the example's, so that ids stay ids; floating ones are changed a little, and masks are
-        drawn at random.
+        for each token. Its values are drawn from the example's, so that ids stay ids; floating ones
+        are changed a little, and masks are drawn at random.
 
         Raises:
             ValueError: If the tokens have another number of dimensions.

@@ -62,9 +62,8 @@ class SizesInTensors(TorchFunctionMode):
             return bool(numbers[0])
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.ndim == 0 and kwargs.keys() <= _OF_FORM:
-            number = _computed(name.strip("_"), numbers)
+            number = _in_dtype(_computed(name.strip("_"), numbers), result.dtype)
             if number is not None:
-                number = _in_dtype(number, result.dtype)
                 self._known[id(result)] = result, change_count(result), number
         return result
 
@@ -90,8 +89,15 @@ def _computed(name: str, numbers: list[Number | None]) -> Number | None:
         return None
 
 
-def _in_dtype(number: Number, dtype: torch.dtype) -> Number:
-    """Returns a number as a tensor of a dtype holds it; symbolic ones are not rounded."""
+def _in_dtype(number: Number | None, dtype: torch.dtype) -> Number | None:
+    """Returns a number as a tensor of a dtype holds it; None if it may be rounded too much.
+
+    Symbolic ones are not rounded.
+    """
+    if number is None or dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 4):
+        return None
     if not (dtype.is_floating_point or dtype == torch.bool):
-        return torch.sym_int(number)  # type: ignore[no-any-return]
-    return ctypes.c_float(number).value if type(number) is float else number
+        truncated: Number = torch.sym_int(number)
+        return truncated
+    is_rounded = dtype == torch.float32 and type(number) is float
+    return ctypes.c_float(number).value if is_rounded else number

@@ -295,7 +295,7 @@ def test_weights_that_are_no_numbers_are_named(name: str) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(16))
 
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # Of tokens alone.
             return super().forward(x * self.scale)
 
     model = nn.Sequential(Scaled())
@@ -335,7 +335,7 @@ def test_layers_of_one_class_keep_their_own_attributes() -> None:
 class SetsRouting(Listed):
     """Sets the routing on itself, as DeepSpeed's layer sets how many tokens each expert gets."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # Of tokens alone.
         self.scores, self.ids = self.gate(x.reshape(-1, 16)).softmax(-1).topk(2)
         self.counts = F.one_hot(self.ids, 4).sum((0, 1))
         return super().forward(x)
@@ -365,7 +365,7 @@ def test_routing_that_a_forward_sets_as_attributes(tmp_path: Path) -> None:
 
 def test_an_attribute_that_is_the_routing_of_few_tokens_alone() -> None:
     class SetsRows(Listed):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # Of tokens alone.
             counts = F.one_hot(self.gate(x.reshape(-1, 16)).topk(2).indices, 4).sum((0, 1))
             self.rows = counts.clamp(max=50)
             return super().forward(x)

@@ -90,6 +90,7 @@ def test_a_decision_by_values_is_refused(tmp_path: Path) -> None:
         pytest.param(lambda n, t: max(t(n), t(9)) > min(t(n), t(12)), id="python"),
         pytest.param(lambda n, t: t(n), id="truth"),
         pytest.param(lambda n, t: t(0.1) * 10 > 1, id="float32"),
+        pytest.param(lambda n, t: t(0.1, dtype=torch.float64) * n >= 0.7, id="float64"),
     ],
 )
 def test_decisions_are_those_of_the_tensors(
@@ -119,6 +120,8 @@ def changed(tensor: Tensor, *changes: Callable[[Tensor], object]) -> Tensor:
         pytest.param(lambda t: torch.div(t, 2, rounding_mode="floor"), id="rounding_mode"),
         pytest.param(lambda t: torch.add(t, 2, alpha=3), id="alpha"),
         pytest.param(lambda t: torch.add(t, 2, out=torch.empty(())), id="out"),
+        pytest.param(lambda t: t.to(torch.float16), id="float16"),
+        pytest.param(lambda t: t.to(torch.complex64), id="complex"),
     ],
 )
 def test_what_changes_a_number_otherwise_is_not_followed(

@@ -570,7 +570,8 @@ Status Kernel::RunColumns(const Call& call, const Inputs& inputs, const Block& b
       call, static_cast<std::size_t>(block.rows * (hidden + std::max(up_rows, width)))));
   float* const h = buffer.data();
   float* const products = h + block.rows * hidden;
-  // Columns from `first` on lie, for both, from row `first` of as many numbers on.
+  // Both hold kColumnsAtOnce columns behind one another, row by row: those from column `first` on
+  // begin behind `first` times as many numbers as a column has.
   const auto multiply = [&](const Op& product, format::Tensor tensor, const float* bias,
                             const auto& right_of) -> Status {
     Weight weight(*this, call, inputs, tensor, block.expert);

@@ -88,7 +88,7 @@ class Kernel {
   Op score_;
   // Whether products of many rows have these as columns, with the weights on the left.
   bool in_columns_ = false;
-  // From more rows on.
+  // Up to as many rows are multiplied by our own loops.
   std::int64_t few_rows_ = 0;
   Op up_;
   Op down_;
