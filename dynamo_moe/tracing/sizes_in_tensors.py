@@ -97,7 +97,8 @@ def _in_dtype(number: Number | None, dtype: torch.dtype) -> Number | None:
     if number is None or dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 4):
         return None
     if not (dtype.is_floating_point or dtype == torch.bool):
-        truncated: Number = torch.sym_int(number)
+        truncated: int | torch.SymInt = torch.sym_int(number)
         return truncated
-    is_rounded = dtype == torch.float32 and type(number) is float
-    return ctypes.c_float(number).value if is_rounded else number
+    if dtype == torch.float32 and isinstance(number, float):
+        return ctypes.c_float(number).value
+    return number
