@@ -55,7 +55,7 @@ def gptq(
         if by_activation and groups > 1:
             if group_of is None:
                 raise ValueError(f"{prefix}.qweight has no {prefix}.g_idx, and desc_act is set")
-            order = order_by_group(group_of, groups, f"{prefix}.g_idx")
+            order = order_by_group(group_of, columns, groups, f"{prefix}.g_idx")
         words = (qweight, zero_points, group_of if order is None else None, order)
         if bits == 8:
             pack = partial(_signed_by_column, name=prefix)
@@ -224,11 +224,16 @@ def _check_order(group_K: Tensor | None, columns: int, groups: int, name: str) -
         raise ValueError(f"{name}.g_idx has columns in another order, and desc_act is not set")
 
 
-def order_by_group(group_K: Tensor, groups: int, name: str) -> LazyTensor:
+def order_by_group(group_K: Tensor, columns: int, groups: int, name: str) -> LazyTensor:
     """Returns the columns ``[K]`` of a matrix in the order of their groups, once it is read.
 
     Reading it raises a ValueError if the groups differ in size.
+
+    Raises:
+        ValueError: If there is not one group for each column.
     """
+    if list(group_K.shape) != [columns]:
+        raise ValueError(f"{name}, {list(group_K.shape)}, must be [{columns}]")
     in_order = partial(_in_order_of_groups, groups=groups, name=name)
     return computed(in_order, (group_K,), tuple(group_K.shape), torch.int64)
 

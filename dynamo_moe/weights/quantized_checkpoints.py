@@ -130,7 +130,9 @@ def _pack_quantized(
                 f"{prefix}.weight_packed, {list(words.shape)} of {words.dtype}, with scales "
                 f"{list(scales.shape)} is not packed in {bits} bits"
             )
-        order = None if group_of is None else _order(prefix, group_of, columns, groups)
+        order = None
+        if group_of is not None:
+            order = order_by_group(group_of, columns, groups, f"{prefix}.weight_g_idx")
         values: Tensor = words.view(torch.int8)
         if bits == 8:
             if zero_points is not None:
@@ -147,12 +149,6 @@ def _pack_quantized(
 
     others = ("weight_zero_point", "weight_g_idx", "weight_shape")
     return _read(tensors, "weight_packed", ("weight_scale",), others, weight)
-
-
-def _order(prefix: str, group_of: Tensor, columns: int, groups: int) -> LazyTensor:
-    if list(group_of.shape) != [columns]:
-        raise ValueError(f"{prefix}.weight_g_idx, {list(group_of.shape)}, must be [{columns}]")
-    return order_by_group(group_of, groups, f"{prefix}.weight_g_idx")
 
 
 def _zero_points(prefix: str, words_RG: Tensor, rows: int, groups: int) -> LazyTensor:

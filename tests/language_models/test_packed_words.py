@@ -313,6 +313,7 @@ def test_experts_whose_gate_and_up_have_two_orders_are_decoded(tmp_path: Path) -
         (GPTQ, {"scales": None}, r"a\.qweight has no a\.scales"),
         (GPTQ, {"qweight": None, "scales": None}, r"a\.qzeros has no a\.qweight"),
         (GPTQ | {"desc_act": True}, {"g_idx": None}, r"a\.qweight has no a\.g_idx"),
+        (GPTQ | {"desc_act": True}, {"g_idx": torch.zeros(9)}, r"a\.g_idx, \[9\], must be \[128\]"),
         (GPTQ, {"qzeros": torch.zeros(4, 5).int()}, r"zero points \[4, 5\] is not packed"),
         (GPTQ | {"group_size": 64}, {}, "in 4 bits with groups of 64"),
         (AWQ | {"group_size": -1}, {}, "in 4 bits with groups of -1"),
