@@ -23,7 +23,14 @@ import onnx_ir as ir
 
 from benchmarks.common.layers import LayerCase
 from benchmarks.common.onnx_files import Array, open_session, time_runs
-from benchmarks.common.report import conditions, matching_cases, parser, table, write_json
+from benchmarks.common.report import (
+    conditions,
+    matching_cases,
+    merged,
+    parser,
+    table,
+    write_json,
+)
 from benchmarks.common.timing import Timing, fresh_processes, turns
 from dynamo_moe.moe_nodes.bodies import (
     BodyConfig,
@@ -225,7 +232,8 @@ def measure(case: Case, threads: int, runs: int, only: Collection[str]) -> dict[
     with tempfile.TemporaryDirectory() as folder, fresh_processes() as processes:
         paths = export(case, Path(folder), only)
         times: dict[str, list[float]] = {name: [] for name in paths}
-        for _, name in turns(paths, TURNS):
+        for number, name in turns(paths, TURNS):
+            print(f"{case.name}: turn {number + 1} of {TURNS}, {name}", flush=True)
             library = library_path() if name == LIBRARY else None
             job = processes.submit(turn, case, paths[name], threads, runs, library)
             new, results[name] = job.result()
@@ -245,17 +253,18 @@ def main() -> None:
     known.add_argument("--only", nargs="*", default=(), help="these bodies, beside the library's")
     known.add_argument("--case", default="", help="only layers whose name contains this")
     given = known.parse_args()
+    described = conditions(["onnxruntime", "onnx", "onnx-ir", "numpy"])
     results, rows = [], []
     for case in matching_cases(known, CASES, given.case):
         timings = measure(case, given.threads, given.runs, given.only)
         results.append(asdict(case) | {name: asdict(t) for name, t in timings.items()})
+        cases = merged(results, CASES, given)
+        write_json(given.json, described | {"threads": given.threads, "cases": cases})
         for name, timing in timings.items():
             ratio = f"{timing.median / timings[LIBRARY].median:.2f}x"
             rows.append([case.name, name, timing.median, timing.best, ratio])
     columns = ["case", "body", "median ms", "best ms", "this / library"]
     print(table("one MoE layer", columns, rows))
-    described = conditions(["onnxruntime", "onnx", "onnx-ir", "numpy"])
-    write_json(given.json, described | {"threads": given.threads, "cases": results})
 
 
 if __name__ == "__main__":

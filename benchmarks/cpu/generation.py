@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,30 +41,52 @@ from benchmarks.common.onnx_files import (
 from benchmarks.common.timing import Timing, fresh_processes, milliseconds, resident_bytes, turns
 from benchmarks.cpu.language_models import quiet
 from benchmarks.export.models import VOCABULARY, causal_lm
+from trt_plugin.native import library_path
 
 LAYERS, PROMPT, HEADS, GROUPS = 4, 256, 8, 2
 PYTORCH, BUILDER = "PyTorch", "builder of onnxruntime-genai"
 MAX_ERROR = 1e-3
 # Runs of a prompt and of a step in a turn.
 RUNS = {"prompt": 6, "step": 60}
-# By variant, the options of an export; None: it is not ours.
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "onnxruntime": {"target": "onnxruntime"},
-    "onnxruntime, shared cache": {"target": "onnxruntime", "shared_cache": True},
-    "onnxruntime, opset 20": {"target": "onnxruntime", "opset": 20},
-    "plugin": {"target": "plugin"},
-    BUILDER: None,
-    PYTORCH: None,
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a model: a file of ours unless it has no target.
+
+    Attributes:
+        target: The export's.
+        options: Further options of the export.
+        quantize: What rounds the model before, with options of its own.
+        shared: Whether one buffer is past and present.
+        library: Whether the session has the native library's operators.
+    """
+
+    target: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quantize: Mapping[str, Any] | None = None
+    shared: bool = False
+    library: bool = False
+
+
+VARIANTS = {
+    "onnxruntime": Variant("onnxruntime"),
+    "onnxruntime, shared cache": Variant("onnxruntime", {"shared_cache": True}, shared=True),
+    "onnxruntime, opset 20": Variant("onnxruntime", {"opset": 20}),
+    "plugin": Variant("plugin"),
+    "plugin, library": Variant("plugin", library=True),
+    BUILDER: Variant(shared=True),
+    PYTORCH: Variant(),
 }
-_ALL = {"linear": "int4", "ignore": ()}
-# The same, and under ``quantize`` what is rounded before.
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "float32, onnxruntime": {"target": "onnxruntime"},
-    "float32, plugin": {"target": "plugin"},
-    "experts int4, onnxruntime": {"target": "onnxruntime", "quantize": {}},
-    "experts int4, plugin": {"target": "plugin", "quantize": {}},
-    "all int4, onnxruntime": {"target": "onnxruntime", "quantize": _ALL},
-    "all int4, plugin": {"target": "plugin", "quantize": _ALL},
+ROUNDED: dict[str, Mapping[str, Any] | None] = {
+    "float32": None,
+    "experts int4": {},
+    "all int4": {"linear": "int4", "ignore": ()},
+}
+QUANTIZED = {
+    f"{rounded}, {name}": replace(VARIANTS[name], quantize=quantize)
+    for rounded, quantize in ROUNDED.items()
+    for name in ("onnxruntime", "plugin", "plugin, library")
 }
 # So that ONNX Runtime does not round tokens where it makes a pair of nodes one.
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
@@ -143,14 +165,15 @@ def inputs(case: Case) -> dict[str, dict[str, Array]]:
     return {"prompt": prompt, "step": {**step, **cache}}
 
 
-def export(case: Case, options: dict[str, Any] | None, path: Path) -> None:
+def export(case: Case, variant: Variant, path: Path) -> None:
     """Writes a file: ours, or the builder's."""
     import dynamo_moe
 
-    if options is not None:
-        options = dict(options)
-        model = build(case, options.pop("quantize", None))
-        dynamo_moe.export_language_model(model, path, external_data=True, **options)
+    if variant.target is not None:
+        model = build(case, variant.quantize)
+        dynamo_moe.export_language_model(
+            model, path, target=variant.target, external_data=True, **variant.options
+        )
         return
     model = case.build()
     checkpoint = path.parent / "checkpoint"
@@ -194,13 +217,13 @@ class Turn:
     logits: dict[str, Array]
 
 
-def turn(case: Case, path: Path | None, *, shared: bool) -> Turn:
+def turn(case: Case, variant: Variant, path: Path | None) -> Turn:
     """Loads a file, or the model for None, and runs the prompt and the step."""
     began = time.perf_counter()
     if path is None:
         calls = _calls_of_pytorch(case, case.build())
     else:
-        calls = _calls_of_file(case, path, shared=shared)
+        calls = _calls_of_file(case, variant, path)
     load_ms = (time.perf_counter() - began) * 1e3
     logits = {name: call() for name, call in calls.items()}
     times = {name: [milliseconds(call) for _ in range(RUNS[name])] for name, call in calls.items()}
@@ -236,8 +259,9 @@ def _calls_of_pytorch(case: Case, model: Any) -> dict[str, Callable[[], Array]]:
     return {name: partial(call, feed) for name, feed in feeds.items()}
 
 
-def _calls_of_file(case: Case, path: Path, *, shared: bool) -> dict[str, Callable[[], Array]]:
-    session, feeds = open_session(path, 1, EXACT), inputs(case)
+def _calls_of_file(case: Case, variant: Variant, path: Path) -> dict[str, Callable[[], Array]]:
+    library = library_path() if variant.library else None
+    session, feeds = open_session(path, 1, EXACT, library=library), inputs(case)
     empty = np.zeros((1, GROUPS, 0, case.width // HEADS), np.float32)
     outputs = [value.name for value in session.get_outputs()]
     tokens = ("input_ids", "attention_mask")
@@ -251,7 +275,7 @@ def _calls_of_file(case: Case, path: Path, *, shared: bool) -> dict[str, Callabl
         found: Array = session.run(outputs, {**{name: feed[name] for name in tokens}, **cache})[0]
         return found[:, -1]
 
-    if shared:
+    if variant.shared:
         return {name: _into_buffers(case, session, feed) for name, feed in feeds.items()}
     return {name: partial(call, feed) for name, feed in feeds.items()}
 
@@ -281,11 +305,11 @@ def _into_buffers(case: Case, session: Any, feed: Mapping[str, Array]) -> Callab
 
 
 def measure(
-    case: Case, variants: Mapping[str, dict[str, Any] | None], folder: Path, rounds: int
+    case: Case, variants: Mapping[str, Variant], folder: Path, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Exports, compares and times the variants of one model, or says why one has no file."""
     found: dict[str, dict[str, Any]] = {}
-    for name, options in variants.items():
+    for name, variant in variants.items():
         if name == PYTORCH:
             found[name] = {"nodes": None}
             continue
@@ -294,7 +318,7 @@ def measure(
         path.parent.mkdir()
         try:
             with quiet():
-                export(case, options, path)
+                export(case, variant, path)
             found[name] = {"nodes": count_nodes(path)["nodes"], "file bytes": file_bytes(path)}
         except NoFileError as error:
             found[name] = {"error": str(error)}
@@ -304,11 +328,10 @@ def measure(
         for number, name in turns(taken, rounds):
             print(f"{case.name}: turn {number + 1} of {rounds}, {name}", flush=True)
             file = None if name == PYTORCH else folder / name / "model.onnx"
-            shared = name == BUILDER or "shared" in name
-            taken[name].append(processes.submit(turn, case, file, shared=shared).result())
+            taken[name].append(processes.submit(turn, case, variants[name], file).result())
         expected: dict[str, dict[str, Array]] = {}
         for name in taken:
-            quantize = (variants[name] or {}).get("quantize")
+            quantize = variants[name].quantize
             rounding = str(quantize)
             if rounding not in expected:
                 expected[rounding] = processes.submit(reference, case, quantize).result()

@@ -243,11 +243,13 @@ def _used_seconds() -> float:
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(
+    case: Case, variants: Mapping[str, Variant], folder: Path, threads: int, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Exports, compares and times the variants of one model, or finds why one has no file."""
     found: dict[str, dict[str, Any]] = {}
     taken: dict[str, list[Turn]] = {}
-    for name, variant in VARIANTS.items():
+    for name, variant in variants.items():
         print(f"{case.name}: exporting {name}", flush=True)
         try:
             with quiet():
@@ -262,7 +264,7 @@ def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, di
             if "error" in found[name]:
                 continue
             print(f"{case.name}: turn {number + 1} of {rounds}, {name}", flush=True)
-            library = library_path() if VARIANTS[name].library else None
+            library = library_path() if variants[name].library else None
             one = processes.submit(turn, folder / name / "model.onnx", threads, library).result()
             taken[name].append(one)
             errors = {
@@ -361,6 +363,7 @@ def main() -> None:
     known.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a session")
     known.add_argument("--turns", type=int, default=5, help="processes of each file")
     known.add_argument("--case", default="", help="only models whose name contains this")
+    known.add_argument("--only", nargs="*", choices=VARIANTS, help=f"these files, beside {OURS!r}")
     known.add_argument("--quick", action="store_true", help="narrow models, one turn")
     given = report.parse(known, plot)
     chosen = report.matching_cases(known, CASES, given.case)
@@ -372,12 +375,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, quiet():
         for name in (OURS, "grouped_mm + fusions"):  # The first export of a process is slower.
             export(CASES[0].shrunk(), VARIANTS[name], Path(folder))
+    variants = {
+        name: variant
+        for name, variant in VARIANTS.items()
+        if not given.only or name in (OURS, *given.only)
+    }
     new = []
     for case in chosen:
         size = case.shrunk() if given.quick else case
         with tempfile.TemporaryDirectory() as folder:
-            variants = measure(size, Path(folder), given.threads, result["turns"])
-        new.append(asdict(size) | {"variants": variants})
+            found = measure(size, variants, Path(folder), given.threads, result["turns"])
+        new.append(asdict(size) | {"variants": found})
     result["cases"] = report.merged(new, CASES, given)
     show(result["cases"])
     report.write_json(given.json, result)

@@ -1,11 +1,14 @@
-"""The README's example runs as written."""
+"""The README's example runs as written, and its counts are those of the pages it names."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+from public_moe import CASES
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 def test_example_runs(
@@ -16,3 +19,18 @@ def test_example_runs(
     exec(compile(example, README.name, "exec"), {"__name__": "__main__"})  # noqa: S102  Our own.
     assert "agrees" in capsys.readouterr().out
     assert (tmp_path / "swin_moe.onnx").is_file()
+
+
+def test_counts_of_public_structures() -> None:
+    page = (ROOT / "docs" / "reference" / "public_structures.md").read_text(encoding="utf-8")
+    (converted,) = re.findall(r"\| after `convert` \| (\d+) \|", page)
+    assert f"has {len(CASES)} small models" in page
+    assert f"| of {len(CASES)} models | converted |" in page
+    readme = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"[{converted} of {len(CASES)} structures]" in readme
+
+
+def test_count_of_architectures() -> None:
+    page = (ROOT / "docs" / "reference" / "transformers_models.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if "| `moe." in line and "not exported" not in line]
+    assert f"**transformers models**: {len(rows)} architectures" in README.read_text("utf-8")

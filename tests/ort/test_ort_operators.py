@@ -165,6 +165,16 @@ def test_more_tokens_than_results_are_kept_of() -> None:
     check(layer, session_of(layer), arguments)
 
 
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16])
+def test_matrices_that_are_multiplied_in_parts(dtype: ir.DataType) -> None:
+    # 2^20 numbers at a time for more than 64 rows of an expert, 2^18 where they are copied.
+    config = changed(BIASED, tokens_dtype=dtype, experts_dtype=dtype, router_dtype=dtype)
+    layer = layer_of(config, experts=2, top_k=1, width=512, hidden=2100)
+    session = session_of(layer)
+    for tokens in (40, 200):
+        check(layer, session, layer.arguments(tokens))
+
+
 def test_leading_dimensions() -> None:
     layer = layer_of(EXPERTS)
     session = session_of(layer, rank=4)

@@ -22,6 +22,9 @@ constexpr std::int64_t kLeastTokens = 1024;
 // Many rows are multiplied as so many columns at a time: their copy stays in the cache, and the
 // loops of ONNX Runtime take 32 at once.
 constexpr std::int64_t kColumnsAtOnce = 64;
+// More columns than that are multiplied by so many numbers of a matrix at a time, which stay in the
+// cache until all columns had them.
+constexpr std::int64_t kReusedNumbers = std::int64_t{1} << 20;
 // Rows for our own loops stay in the cache's first level; from eight on, columns take no longer.
 constexpr std::int64_t kFewNumbers = std::int64_t{3} << 12;
 constexpr std::int64_t kLeastFewRows = 8;
@@ -436,6 +439,9 @@ Status Kernel::RunExperts(const Call& call, const Inputs& inputs, const Routing&
   for (Block& block : blocks) {
     block.split = blocks.size() < kFewBlocks;
   }
+  // The largest first, so that threads end at about the same time.
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [](const Block& a, const Block& b) { return a.rows > b.rows; });
   Buffer<float> results;
   DYNAMO_MOE_RETURN_IF_ERROR(results.Allocate(call, used * node_.layer.width));
   if (!blocks.empty()) {
@@ -575,10 +581,13 @@ Status Kernel::RunColumns(const Call& call, const Inputs& inputs, const Block& b
   const auto multiply = [&](const Op& product, format::Tensor tensor, const float* bias,
                             const auto& right_of) -> Status {
     Weight weight(*this, call, inputs, tensor, block.expert);
-    for (std::int64_t from = 0; from < weight.rows(); from += weight.RowsAtOnce()) {
+    std::int64_t at_once = weight.RowsAtOnce();
+    if (block.rows > kColumnsAtOnce) {
+      at_once = std::min(at_once, std::max(kReusedNumbers / weight.columns(), std::int64_t{1}));
+    }
+    for (std::int64_t from = 0; from < weight.rows(); from += at_once) {
       Matrix left;
-      DYNAMO_MOE_RETURN_IF_ERROR(
-          weight.Read(from, std::min(weight.RowsAtOnce(), weight.rows() - from), &left));
+      DYNAMO_MOE_RETURN_IF_ERROR(weight.Read(from, std::min(at_once, weight.rows() - from), &left));
       DYNAMO_MOE_RETURN_IF_ERROR(for_columns([&](std::int64_t first, std::int64_t columns) {
         const Matrix right = right_of(first, columns);
         const Matrix result = {products + first * weight.rows() + from * columns, left.rows,
