@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from custom_ops.options import CLAMPED, ExpertOptions
+from custom_ops.options import GATINGS, ExpertOptions
 
 _aten = torch.ops.aten
 
@@ -50,8 +50,12 @@ def activate(z_RF: Tensor, options: ExpertOptions) -> Tensor:
     if not options.gated:
         return _FORWARD[options.activation](z_RF)
     gate_RH, up_RH = _split(z_RF, options)
-    if options.activation not in CLAMPED:
+    if options.activation not in GATINGS:
         return _FORWARD[options.activation](gate_RH).mul_(up_RH)
+    if options.activation == "softcapped_silu":
+        gate_c_RH = torch.tanh(gate_RH / options.alpha).mul_(options.alpha)
+        up_c_RH = torch.tanh(up_RH / options.limit).mul_(options.limit)
+        return torch.sigmoid(gate_RH).mul_(gate_c_RH).mul_(up_c_RH)
     gate_RH = gate_RH.clamp(max=options.limit)
     up_RH = up_RH.clamp(-options.limit, options.limit)
     alpha, shift = _clamped_form(options)
@@ -65,9 +69,18 @@ def activate_backward(dh_RH: Tensor, z_RF: Tensor, options: ExpertOptions) -> Te
     gate_RH, up_RH = _split(z_RF, options)
     dz_RF = torch.empty_like(z_RF)
     dgate_RH, dup_RH = _split(dz_RF, options)
-    if options.activation not in CLAMPED:
+    if options.activation not in GATINGS:
         dgate_RH.copy_(_BACKWARD[options.activation](dh_RH * up_RH, gate_RH.contiguous()))
         dup_RH.copy_(dh_RH * _FORWARD[options.activation](gate_RH))
+        return dz_RF
+    if options.activation == "softcapped_silu":
+        gate_tanh_RH = torch.tanh(gate_RH / options.alpha)
+        up_tanh_RH = torch.tanh(up_RH / options.limit)
+        sigmoid_RH = torch.sigmoid(gate_RH)
+        gate_c_RH = options.alpha * gate_tanh_RH
+        slope_RH = 1 - gate_tanh_RH.square() + gate_c_RH * (1 - sigmoid_RH)
+        dgate_RH.copy_(dh_RH * options.limit * up_tanh_RH * sigmoid_RH * slope_RH)
+        dup_RH.copy_(dh_RH * gate_c_RH * sigmoid_RH * (1 - up_tanh_RH.square()))
         return dz_RF
     gate_c_RH = gate_RH.clamp(max=options.limit)
     up_c_RH = up_RH.clamp(-options.limit, options.limit)

@@ -17,17 +17,17 @@ from typing import Any, ClassVar, Self, TypedDict, TypeVar
 # A name's place is its code in a bundle: a new one comes last.
 ACTIVATIONS = (
     "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu", "quick_gelu",
-    "tanh", "mish", "hardswish", "elu", "leaky_relu", "identity",
+    "tanh", "mish", "hardswish", "elu", "leaky_relu", "identity", "softcapped_silu",
 )  # fmt: skip
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 GROUP_SCORINGS = ("none", "max", "top2_sum")
 PRE_NORMS = ("none", "rms")
 #: What a router's logits and weights are rounded to: nothing narrower, or the tokens' dtype.
 ROUNDINGS = ("float32", "tokens")
-#: The gatings that clamp gate and up.
-CLAMPED = ("clamped_swiglu", "clamped_silu")
+#: The functions of gate and up that bound both, with numbers of their own.
+GATINGS = ("clamped_swiglu", "clamped_silu", "softcapped_silu")
 #: The functions of one number, with or without gating.
-POINTWISE = tuple(name for name in ACTIVATIONS if name not in CLAMPED)
+POINTWISE = tuple(name for name in ACTIVATIONS if name not in GATINGS)
 
 Value = str | bool | int | float
 _V = TypeVar("_V", bound=Value)
@@ -48,11 +48,17 @@ class Bounds:
     low: float
     high: float
 
+    def contain(self, value: float) -> bool:
+        """Whether a value is one of them; NaN is not."""
+        return self.low <= value <= self.high
+
 
 _COUNT = Bounds("at least 1", 1, math.inf)
 _POSITIVE = Bounds("positive", math.nextafter(0, 1), math.inf)
 # Kernels compute with a float32, and one that is 0 makes the scale of a row of zeros infinite.
 _NORMAL = Bounds("positive and a normal number of float32", 2.0**-126, math.nextafter(2.0**128, 0))
+#: A softcap: kernels multiply by its reciprocal, in float32.
+SOFTCAP = Bounds("in 2**-126..2**126", 2.0**-126, 2.0**126)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Option:
         if self.names and value not in self.names:
             known = ", ".join(self.names)
             raise ValueError(f"{self.name} must be one of {known}; got {value!r}")
-        if self.bounds and not self.bounds.low <= value <= self.bounds.high:
+        if self.bounds and not self.bounds.contain(value):
             raise ValueError(f"{self.name} must be {self.bounds.text}, got {value}")
 
     def has_effect(self, options: object) -> bool:
@@ -339,7 +345,8 @@ class ExpertOptions(Options):
     activation: str = _option(
         "gelu",
         "``gelu`` is the exact (erf) form, ``relu2`` is ``relu(x)**2``, ``quick_gelu`` is CLIP's; "
-        "``clamped_swiglu`` is gpt-oss's gating, ``clamped_silu`` DeepSeek-V4's.",
+        "``clamped_swiglu`` is gpt-oss's gating, ``clamped_silu`` DeepSeek-V4's, "
+        "``softcapped_silu`` Inkling 2's.",
         names=ACTIVATIONS,
         slot=Word(6),
     )
@@ -360,17 +367,17 @@ class ExpertOptions(Options):
     )
     alpha: float = _option(
         1.702,
-        "Slope of the sigmoid in ``clamped_swiglu``.",
+        "Slope of the sigmoid in ``clamped_swiglu``, softcap of the gate in ``softcapped_silu``.",
         attribute="activation_alpha",
-        only_with=("activation", ("clamped_swiglu",)),
+        only_with=("activation", ("clamped_swiglu", "softcapped_silu")),
         slot=Word(13),
     )
     limit: float = _option(
         7.0,
-        "Clamp of ``clamped_swiglu`` and ``clamped_silu``.",
+        "Clamp of ``clamped_swiglu`` and ``clamped_silu``, softcap of up in ``softcapped_silu``.",
         attribute="activation_limit",
         bounds=_POSITIVE,
-        only_with=("activation", CLAMPED),
+        only_with=("activation", GATINGS),
         slot=Word(14),
     )
     pre_norm: str = _option(
@@ -395,8 +402,13 @@ class ExpertOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.activation in CLAMPED and not self.gated:
+        if self.activation in GATINGS and not self.gated:
             raise ValueError(f"activation {self.activation!r} is a gating: it needs gated=True")
+        for name in ("alpha", "limit") if self.activation == "softcapped_silu" else ():
+            value = getattr(self, name)
+            if not SOFTCAP.contain(value):
+                rule = f"{SOFTCAP.text} with activation {self.activation!r}"
+                raise ValueError(f"{name} must be {rule}, got {value}")
         if self.interleaved and not self.gated:
             raise ValueError("interleaved=True orders gate and up rows: it needs gated=True")
 

@@ -163,6 +163,9 @@ def _activate(z: Tensor, options: ExpertOptions) -> Tensor:
     if options.activation == "clamped_silu":
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
         return gate * torch.sigmoid(gate) * up
+    if options.activation == "softcapped_silu":
+        up = options.limit * torch.tanh(up / options.limit)
+        return options.alpha * torch.tanh(gate / options.alpha) * torch.sigmoid(gate) * up
     return _pointwise(gate, options.activation) * up
 
 

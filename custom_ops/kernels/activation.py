@@ -19,13 +19,15 @@ def activate(
     LIMIT: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Returns ``act(gate)``, times up if GATED, or a clamped gating, in dtype; NaN stays NaN."""
+    """Returns ``act(gate)``, times up if GATED, or a gating's own, in dtype; NaN stays NaN."""
     if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
         gate, up = clamp_gates(gate, up, LIMIT)
         if ACTIVATION == "clamped_swiglu":
             h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
         else:
             h = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "softcapped_silu":
+        h = ALPHA * _tanh(gate * (1 / ALPHA)) * tl.sigmoid(gate) * (LIMIT * _tanh(up * (1 / LIMIT)))
     else:
         h = pointwise(gate, ACTIVATION, dtype)
         if GATED:

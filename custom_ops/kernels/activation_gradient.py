@@ -30,6 +30,15 @@ def activate_gradient(
         dswish = sigmoid * (1 + slope * clamped_gate * (1 - sigmoid))
         dgate = tl.where(gate > LIMIT, 0.0, dh * (clamped_up + shift) * dswish)
         dup = tl.where(tl.abs(up) > LIMIT, 0.0, dh * clamped_gate * sigmoid)
+    elif ACTIVATION == "softcapped_silu":
+        # The forward's tanh() again, whose values would be kept for it, spills on sm_80.
+        gate_tanh = 2 * tl.sigmoid(gate * (2 / ALPHA)) - 1
+        up_tanh = 2 * tl.sigmoid(up * (2 / LIMIT)) - 1
+        sigmoid = tl.sigmoid(gate)
+        dh *= sigmoid
+        slope = 1 - gate_tanh * gate_tanh + ALPHA * gate_tanh * (1 - sigmoid)
+        dgate = dh * (LIMIT * up_tanh) * slope
+        dup = dh * (ALPHA * gate_tanh) * (1 - up_tanh * up_tanh)
     else:
         h, dh_by_dz = _pointwise(gate, ACTIVATION)
         dup = dh * h

@@ -21,7 +21,14 @@ import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe import pytree
-from dynamo_moe.conversion.activation import is_rare, possible_activations
+from dynamo_moe.conversion.activation import (
+    NO_NUMBERS,
+    GatingNumbers,
+    is_rare,
+    numbers_named,
+    possible_activations,
+    softcaps_of,
+)
 from dynamo_moe.conversion.expert_weights import ExpertsSpec, ParameterStack
 from dynamo_moe.conversion.locate_layers import (
     LocatedExperts,
@@ -92,7 +99,7 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
 
     runs: dict[Any, tuple[Tensor, Any]] = {}
     unknown: list[ExpertsSpec] = []
-    for expert in _candidates(stacks, _clamp_numbers(module, first)):
+    for expert in _candidates(stacks, _gating_numbers(module, first)):
         with using_tensors(first, weights):
             expert_weights = expert.weights(first)
         layout = expert.w1, expert.w2
@@ -225,28 +232,28 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> list[Experts
         is_vector = p.ndim == 2 or (p.ndim == 3 and 1 in p.shape[1:])
         if is_vector and p.shape[0] == count and name not in known and _owner(bias) in owners:
             stacks.append(bias)
-    limits = _clamp_numbers(module, module.get_submodule(experts.path))
-    candidates = _candidates(stacks, limits)
+    of_gating = _gating_numbers(module, module.get_submodule(experts.path))
+    candidates = _candidates(stacks, of_gating)
     used = {name for stack in stacks for name in stack.names}
     if any(p.ndim == 2 and count in p.shape for name, p in parameters.items() if name not in used):
         return candidates
     # Nothing else can be the router: it may have been taken for the experts' biases [E, D].
     for bias in stacks:
         if len(bias.shape) == 2:
-            candidates += _candidates([stack for stack in stacks if stack is not bias], limits)
+            candidates += _candidates([stack for stack in stacks if stack is not bias], of_gating)
     return candidates
 
 
 # --- Ways to combine matrices ---
 
 
-def _candidates(stacks: Sequence[ParameterStack], numbers: Sequence[float]) -> list[ExpertsSpec]:
+def _candidates(stacks: Sequence[ParameterStack], numbers: GatingNumbers) -> list[ExpertsSpec]:
     """Returns the candidates for experts of these matrices and biases, rare activations last."""
     return sorted(_combinations(stacks, numbers), key=lambda experts: is_rare(experts.options))
 
 
 def _combinations(
-    stacks: Sequence[ParameterStack], numbers: Sequence[float]
+    stacks: Sequence[ParameterStack], numbers: GatingNumbers
 ) -> Iterator[ExpertsSpec]:
     """Yields every way to combine matrices and biases, with every activation."""
     matrices = [stack for stack in stacks if len(stack.shape) == 3]
@@ -298,25 +305,18 @@ def _owner(stack: ParameterStack) -> str:
 
 
 def _activations(
-    numbers: Sequence[float], *, gated: bool, halves: bool
+    numbers: GatingNumbers, *, gated: bool, halves: bool
 ) -> Iterator[tuple[ExpertOptions, bool]]:
     """Yields the options that experts may have, each with whether up rows come first."""
     orders = ((False, False), (False, True), (True, False)) if halves else ((False, False),)
     for interleaved, up_first in orders:
-        limits = () if up_first else numbers
-        for options in possible_activations(
-            gated=gated, interleaved=interleaved, limits=limits, alphas=numbers
-        ):
+        of_order = NO_NUMBERS if up_first else numbers
+        for options in possible_activations(gated=gated, interleaved=interleaved, numbers=of_order):
             yield options, up_first
 
 
-def _clamp_numbers(*modules: nn.Module) -> list[float]:
-    """Returns the numbers that a clamp or the slope of a sigmoid may have."""
-    parts = [part for module in modules for part in (module, *module.children())]
-    named = {
-        float(value)
-        for part in parts
-        for name, value in vars(part).items()
-        if type(value) in (int, float) and value > 0 and any(word in name for word in _CLAMP_WORDS)
-    }
-    return sorted(named | _CLAMP_NUMBERS)
+def _gating_numbers(layer: nn.Module, experts: nn.Module) -> GatingNumbers:
+    """Returns the numbers that the gating of a layer's experts may have."""
+    parts = [layer, *layer.children(), experts, *experts.children()]
+    clamps = sorted(numbers_named(parts, _CLAMP_WORDS) | _CLAMP_NUMBERS)
+    return GatingNumbers(clamps, clamps, softcaps_of([*parts, *experts.modules()]))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe import packed_experts
-from dynamo_moe.conversion.activation import identify_activation
+from dynamo_moe.conversion.activation import GatingNumbers, identify_activation, softcaps_of
 from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.observation import (
@@ -202,13 +202,14 @@ def identify_options(module: Experts) -> ExpertOptions:
         raise ValueError("its experts are spread over devices (expert parallelism)")
     if not _flag(module, "has_gate"):
         return identify_activation(module.act_fn)
-    # The names that transformers' models give the two numbers.
-    identify = partial(
-        identify_activation,
-        transformers.gate_function(module),
-        gated=True,
+    # The names that transformers' models give the numbers of clamps.
+    numbers = GatingNumbers(
         limits=_numbers(module, "limit", "swiglu_limit"),
         alphas=[*_numbers(module, "alpha", "swiglu_alpha"), 1.0],
+        softcaps=softcaps_of(module.modules()),
+    )
+    identify = partial(
+        identify_activation, transformers.gate_function(module), gated=True, numbers=numbers
     )
     if hasattr(module, "is_concatenated"):
         return identify(interleaved=not module.is_concatenated)

@@ -47,7 +47,7 @@ from body_layers import (
     unrolled,
     visiting,
 )
-from custom_ops.options import GROUP_SCORINGS, POINTWISE, SCORINGS
+from custom_ops.options import GATINGS, GROUP_SCORINGS, POINTWISE, SCORINGS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, unrolled_body
 from dynamo_moe.moe_nodes.bodies.gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe.moe_nodes.bodies.of_node import config_of
@@ -130,11 +130,12 @@ def test_every_dtype(
         "gelu",
         "gelu_tanh",
         *(pytest.param(name, marks=once_if_pointwise(name)) for name in POINTWISE[5:]),
+        pytest.param("softcapped_silu", marks=pytest.mark.once("softcapped_silu")),
     ],
 )
 def test_both_widths_from_small_to_large(build: Build, activation: str) -> None:
     """With opset 18 too, which has no Gelu."""
-    config = changed(PLAIN, activation=activation)
+    config = changed(PLAIN, activation=activation, gated=activation in GATINGS)
     layer = Layer(config)
     check(layer, to_session(to_model([layer], build, opset=18)), layer.arguments(9))
     layer = Layer(changed(config, tokens_dtype=DOUBLE, experts_dtype=DOUBLE))

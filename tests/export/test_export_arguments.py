@@ -116,6 +116,10 @@ def test_missing_folder(tmp_path: Path) -> None:
     [
         ({"activation": "relu2"}, "no form of an expert with activation 'relu2'"),
         ({"activation": "gelu", "gated": True}, "no form of a gated expert with activation 'gelu'"),
+        (
+            {"activation": "softcapped_silu", "gated": True},
+            "no form of a gated expert with activation 'softcapped_silu'",
+        ),
         ({"weight_on_input": True}, "cannot weight the experts' inputs"),
     ],
 )

@@ -39,6 +39,20 @@ def both_kernel(z_ptr, h_ptr, dz_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.conste
     tl.store(dz_ptr + at, dz)
 
 
+@triton.jit
+def softcapped_kernel(
+    gate_ptr, up_ptr, h_ptr, dgate_ptr, dup_ptr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = tl.load(gate_ptr + at), tl.load(up_ptr + at)
+    h = activate(gate, up, True, "softcapped_silu", ALPHA, LIMIT, tl.float32)
+    tl.store(h_ptr + at, h)
+    dgate, dup = activate_gradient(1.0, gate, up, True, "softcapped_silu", ALPHA, LIMIT)
+    tl.store(dgate_ptr + at, dgate)
+    tl.store(dup_ptr + at, dup)
+
+
 def gelu_for_halves(z: Tensor) -> Tensor:
     h = torch.full_like(z, math.nan)
     halves_kernel[(len(z) // 1024,)](z, h, _gelu_for_halves, 1024)
@@ -95,3 +109,22 @@ def test_small_and_large_numbers(activation):
     assert ((h - expected).abs() <= bound)[~z.isnan()].all()
     slope = activations.activate_backward(torch.ones_like(z), z, options)
     assert ((dz - slope).abs() <= 2e-6)[~z.isnan()].all()
+
+
+@pytest.mark.parametrize(("alpha", "limit"), [(4.0, 25.0), (1e-3, 1e3)])
+def test_softcaps_of_small_and_large_numbers(alpha, limit):
+    sizes = torch.cat([torch.logspace(-9, 2, 28), torch.tensor([0.0, 1e4, 1e30, math.inf])])
+    numbers = torch.cat([sizes, -sizes])
+    gate, up = torch.cartesian_prod(numbers, numbers).T.contiguous()
+    h, dgate, dup = (torch.full_like(gate, -7.0) for _ in range(3))
+    softcapped_kernel[(4,)](gate, up, h, dgate, dup, alpha, limit, 1024)
+    options = ExpertOptions("softcapped_silu", gated=True, alpha=alpha, limit=limit)
+    z = torch.cat([gate, up]).double()[None]
+    expected = activations.activate(z, options)[0]
+    # Below 2**-126, numbers of float32 lose their last digits.
+    assert ((h - expected).abs() <= 5e-7 * expected.abs() + 2.0**-126).all()
+    slopes = activations.activate_backward(torch.ones(1, len(gate)).double(), z, options)[0]
+    found = torch.cat([dgate, dup])
+    # 1 - tanh(v)^2 is rounded as 1 is.
+    scales = torch.cat([torch.full_like(gate, limit), torch.full_like(up, alpha)])
+    assert ((found - slopes).abs() <= 5e-7 * scales).all()

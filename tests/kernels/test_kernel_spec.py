@@ -226,6 +226,8 @@ def test_what_has_no_effect_makes_no_other_layer(one, other):
         {"options": ExpertOptions("clamped_swiglu", gated=True, alpha=3.0)},
         {"options": ExpertOptions("clamped_swiglu", gated=True, limit=3.0)},
         {"options": ExpertOptions("clamped_silu", gated=True, limit=3.0)},
+        {"options": ExpertOptions("softcapped_silu", gated=True, alpha=3.0)},
+        {"options": ExpertOptions("softcapped_silu", gated=True, limit=3.0)},
         {"options": ExpertOptions("silu")},
         {"tf32": True},
         {"router": RouterOptions(2, renormalize=False), "routing_dtype": FLOAT},

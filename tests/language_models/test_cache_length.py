@@ -114,7 +114,16 @@ def test_one_buffer_can_be_both(mixtral: tuple[Any, Path]) -> None:
 KINDS = ("gpt_oss", "lfm2_moe", "deepseek_v32")
 OTHERS = (
     *("axk2", "bailing_hybrid", "dots3_note", "glm_moe_dsa", "granitemoehybrid", "hy_v4"),
-    *("inkling", "jamba", "kimi_linear", "nemotron_h", "qwen3_5_moe", "qwen3_next", "zaya"),
+    *(
+        "inkling",
+        "inkling2",
+        "jamba",
+        "kimi_linear",
+        "nemotron_h",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "zaya",
+    ),
     *("afmoe", "aria", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"),
     *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4", "glm4_moe", "glm4_moe_lite"),
     *("granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1"),

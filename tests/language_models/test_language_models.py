@@ -38,7 +38,6 @@ WITHOUT_A_FILE = {
 # transformers asks the first layer how long the text is, one without keys: of several rows, tokens
 # after the prompt attend to padding. Rows by themselves are right.
 ROW_BY_ROW = ("minimax",)
-FALLBACK = {"inkling2": "batched_mm"}
 
 
 def generating() -> list[Any]:
@@ -71,7 +70,7 @@ def test_32_greedy_tokens(name: str, tmp_path: Path) -> None:
     mask[1, :4] = 0
     batches = [(ids, mask), (ids[:1, :7], mask[:1, :7])]
     expected = [written(name, model, *batch) for batch in batches]
-    dynamo_moe.convert(model, fallback=FALLBACK.get(name))
+    dynamo_moe.convert(model)
     report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(report.path)
     for batch, text in zip(batches, expected, strict=True):

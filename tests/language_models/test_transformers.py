@@ -28,7 +28,7 @@ from moe_architectures import ARCHITECTURES, example_inputs
 
 FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 # What torch.ops.moe cannot compute, and the transformers implementation that replaces it.
-FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
+FALLBACK = {"muse_spark": "batched_mm"}
 # What PyTorch's exporter cannot export, outside the MoE layers.
 UNEXPORTABLE = {
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
@@ -58,8 +58,8 @@ PLAIN_ROUTERS = {
         "unlimited_ocr",
     ),
     *("dots1", "dots3_note", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "glm4_moe"),
-    *("glm4_moe_lite", "glm4v_moe", "hy_v3", "hy_v4", "laguna", "mimo_v2_flash", "minimax_m2"),
-    *("minimax_m3_vl", "mistral4", "mistral_large4", "nemotron_h", "solar_open"),
+    *("glm4_moe_lite", "glm4v_moe", "hy_v3", "hy_v4", "inkling2", "laguna", "mimo_v2_flash"),
+    *("minimax_m2", "minimax_m3_vl", "mistral4", "mistral_large4", "nemotron_h", "solar_open"),
     *("flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "mellum"),
     *("minimax", "mixtral", "olmoe", "openai_privacy_filter", "qwen2_moe", "qwen3_5_moe"),
@@ -315,6 +315,25 @@ def deepseek_gate(rows: Tensor) -> Tensor:
     return nn.functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
 
 
+class Softcap(nn.Module):
+    def __init__(self, softcap: float) -> None:
+        super().__init__()
+        self.softcap = softcap
+
+
+class Inkling2Gate(nn.Module):
+    """A gating whose numbers are those of its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_softcap, self.up_softcap = Softcap(4.0), Softcap(25.0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, -1)
+        capped = 4.0 * torch.tanh(gate / 4.0) * 25.0 * torch.tanh(up / 25.0)
+        return capped * torch.sigmoid(gate)
+
+
 def gpt_oss_gate(rows: Tensor) -> Tensor:
     gate, up = rows[..., ::2].clamp(max=7.0), rows[..., 1::2].clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
@@ -335,6 +354,10 @@ def gpt_oss_gate(rows: Tensor) -> Tensor:
         (
             Gated(gpt_oss_gate, is_concatenated=False, alpha=1.702, limit=7.0),
             ExpertOptions("clamped_swiglu", gated=True, interleaved=True),
+        ),
+        (
+            Gated(Inkling2Gate()),
+            ExpertOptions("softcapped_silu", gated=True, alpha=4.0, limit=25.0),
         ),
     ],
 )

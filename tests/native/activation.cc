@@ -41,6 +41,10 @@ double ClampedSilu(double v) {
   return gate * Sigmoid(gate);
 }
 
+double SoftcappedSilu(double v) {
+  return double{kAlpha} * std::tanh(v / double{kAlpha}) * Sigmoid(v);
+}
+
 // In the order of format::kActivationNames; errors in units of the last place of the true value, or
 // of 1e-30 where that is less.
 struct Activation {
@@ -63,6 +67,7 @@ const Activation kActivations[] = {
     {[](double v) { return v > 0 ? v : std::expm1(v); }, 3},
     {[](double v) { return v > 0 ? v : 0.01 * v; }, 1},
     {[](double v) { return v; }, 0},
+    {SoftcappedSilu, 5},
 };
 static_assert(std::size(kActivations) == std::size(format::kActivationNames));
 
@@ -70,6 +75,14 @@ double ErrorOf(double wanted, float found) {
   const double magnitude = std::max(std::abs(wanted), 1e-30);
   const double place = std::ldexp(1.0, std::ilogb(magnitude) - 23);
   return std::abs(wanted - static_cast<double>(found)) / place;
+}
+
+// What the gate's value is multiplied by, where up is 2.
+double UpOf(std::uint32_t code) {
+  if (code == format::kSoftcappedSilu) {
+    return double{kLimit} * std::tanh(2 / double{kLimit});
+  }
+  return std::strcmp(format::kActivationNames[code], "clamped_swiglu") == 0 ? 3 : 2;
 }
 
 enum class Form { kPlain, kGated, kInterleaved };
@@ -124,8 +137,7 @@ bool Agrees(std::uint32_t code, Form form, const std::vector<float>& numbers, st
     }
   }
   const char* const name = format::kActivationNames[code];
-  const double shift = std::strcmp(name, "clamped_swiglu") == 0 ? 1 : 0;
-  const double up = form == Form::kPlain ? 1 : 2 + shift;
+  const double up = form == Form::kPlain ? 1 : UpOf(code);
   for (std::size_t i = 0; i < count; ++i) {
     const double wanted = kActivations[code].of(double{numbers[i]}) * up;
     const double error =
@@ -157,7 +169,7 @@ int main() {
     numbers.push_back(-number);
   }
   for (std::uint32_t code = 0; code < std::size(kActivations); ++code) {
-    const bool plain = std::strncmp(format::kActivationNames[code], "clamped", 7) != 0;
+    const bool plain = !format::IsGating(code);
     for (const std::int64_t width : {1, 7, 8, 19, 33, 4096}) {
       for (const Form form : {Form::kPlain, Form::kGated, Form::kInterleaved}) {
         if ((form != Form::kPlain || plain) && !Agrees(code, form, numbers, width)) {

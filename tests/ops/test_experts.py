@@ -148,6 +148,23 @@ def test_small_and_large_numbers(size: float) -> None:
             assert gradient.isfinite().all(), activation
 
 
+@pytest.mark.parametrize("size", [1e-4, 30.0, 1e4, 1e30, 1e38])
+def test_softcaps_of_small_and_large_numbers(size: float) -> None:
+    case = make_case(
+        "experts", (9,), width=16, hidden=24, activation="softcapped_silu", gated=True, alpha=4.0,
+        limit=25.0,
+    )  # fmt: skip
+    case = case.changed(x=case.arguments["x"].sign() * size)
+    # Sums of these do not overflow: each hidden unit reads two numbers of a token.
+    case.arguments["w1"][..., 2:] = 0
+    assert_matches(case(), case.oracle(), case.dtypes)
+    gradients, expected = case.gradients(), case.gradients(Case.oracle)
+    for name, gradient in gradients.items():
+        assert gradient.isfinite().all(), name
+        if name != "w1":  # Of tokens so large it is rounding errors times the token.
+            assert_matches(gradient, expected[name], case.dtypes, name)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "hardswish", "elu", "leaky_relu"])
 def test_nan_stays_in_its_row(activation: str) -> None:
     case = make_case("experts", (6,), activation=activation)

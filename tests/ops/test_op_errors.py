@@ -73,12 +73,36 @@ EXPERTS = [
     (
         {"activation": "swish"},
         ValueError,
-        "clamped_silu, quick_gelu, tanh, mish, hardswish, elu, leaky_relu, identity; got 'swish'",
+        "tanh, mish, hardswish, elu, leaky_relu, identity, softcapped_silu; got 'swish'",
     ),
     (
         {"activation": "clamped_swiglu"},
         ValueError,
         "activation 'clamped_swiglu' is a gating: it needs gated=True",
+    ),
+    (
+        {"activation": "softcapped_silu"},
+        ValueError,
+        "activation 'softcapped_silu' is a gating: it needs gated=True",
+    ),
+    *(
+        (
+            {"activation": "softcapped_silu", "gated": True, name: value},
+            ValueError,
+            f"{name} must be in 2**-126..2**126 with activation 'softcapped_silu', got {value}",
+        )
+        for name in ("alpha", "limit")
+        for value in (1e-39, 1e38, float("inf"))
+    ),
+    (
+        {"activation": "softcapped_silu", "gated": True, "alpha": 0.0},
+        ValueError,
+        "alpha must be in 2**-126..2**126 with activation 'softcapped_silu', got 0.0",
+    ),
+    (
+        {"activation": "softcapped_silu", "gated": True, "alpha": -4.0},
+        ValueError,
+        "alpha must be in 2**-126..2**126 with activation 'softcapped_silu', got -4.0",
     ),
     (
         {"interleaved": True},

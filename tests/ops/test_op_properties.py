@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from custom_ops import ACTIVATIONS, SCORINGS
-from custom_ops.options import CLAMPED, PRE_NORMS
+from custom_ops.options import GATINGS, PRE_NORMS
 from moe_cases import OPS, Case, assert_matches, make_case
 from random_layers import groups
 
@@ -26,7 +26,7 @@ def cases(
     """Calls with every option and any size up to a few tiles of a vector unit."""
     op = draw(st.sampled_from(ops))
     activation = draw(st.sampled_from(ACTIVATIONS))
-    gated = activation in CLAMPED or draw(st.booleans())
+    gated = activation in GATINGS or draw(st.booleans())
     options: dict[str, Any] = {
         "activation": activation,
         "gated": gated,

@@ -20,7 +20,7 @@ ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
     ("name", "sources", "said"),
     [
         ("packed_matrix", PACKED_MATRIX, "2000 matrices\n"),
-        ("activation", ACTIVATION, "14 activations\n"),
+        ("activation", ACTIVATION, "15 activations\n"),
     ],
     ids=["packed_matrix", "activation"],
 )

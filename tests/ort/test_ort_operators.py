@@ -33,7 +33,7 @@ from body_layers import (
     run,
     to_model,
 )
-from custom_ops.options import CLAMPED, POINTWISE, SCORINGS
+from custom_ops.options import GATINGS, POINTWISE, SCORINGS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body
 from trt_plugin.native import library_path
 
@@ -79,10 +79,10 @@ def test_every_option_at_every_number_of_tokens(config: BodyConfig) -> None:
         check(layer, session, layer.arguments(tokens))
 
 
-@pytest.mark.parametrize("name", [*POINTWISE, *CLAMPED])
+@pytest.mark.parametrize("name", [*POINTWISE, *GATINGS])
 @pytest.mark.parametrize("gating", ["plain", "gated", "interleaved"])
 def test_every_activation_in_every_form(name: str, gating: str) -> None:
-    if gating == "plain" and name in CLAMPED:
+    if gating == "plain" and name in GATINGS:
         pytest.skip("it is a gating")
     config = changed(
         BIASED, activation=name, gated=gating != "plain", interleaved=gating == "interleaved"
@@ -93,11 +93,14 @@ def test_every_activation_in_every_form(name: str, gating: str) -> None:
         check(layer, session, layer.arguments(tokens))
 
 
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", [*POINTWISE, *GATINGS])
 def test_activations_of_small_and_large_numbers(name: str) -> None:
-    # One expert whose first product is the token itself.
-    layer = layer_of(changed(EXPERTS, activation=name), experts=1, top_k=1, width=8, hidden=8)
-    layer.parameters["w1"][0] = np.eye(8)
+    # One expert whose first product is the token itself, or the token as gates and as ups.
+    gated = name in GATINGS
+    layer = layer_of(
+        changed(EXPERTS, activation=name, gated=gated), experts=1, top_k=1, width=8, hidden=8
+    )
+    layer.parameters["w1"][0] = np.concatenate([np.eye(8)] * (1 + gated))
     layer.parameters["w2"][0] = np.eye(8)
     session = session_of(layer)
     for size in (1e-6, 1e-3, 30.0, 1e4):
@@ -242,6 +245,10 @@ def test_the_shape_of_the_result_is_known() -> None:
         ({"gated": 2}, "attribute gated must be in 0..1, got 2"),
         ({"interleaved": 1}, "attribute interleaved needs attribute gated"),
         ({"activation": "clamped_silu"}, "activation clamped_silu needs attribute gated"),
+        (
+            {"activation": "softcapped_silu", "gated": 1, "activation_alpha": -4.0},
+            r"attribute activation_alpha must be in 2\*\*-126..2\*\*126 with .*, got -4",
+        ),
         ({"norm_eps": 0.0}, "attribute norm_eps must be positive and a normal number.*, got 0"),
         ({"n_group": 4, "group_scoring": "max"}, "attribute n_group must divide"),
     ],

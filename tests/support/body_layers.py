@@ -128,6 +128,7 @@ CONFIGS = [
     changed(GATED, interleaved=True),
     changed(GATED, activation="clamped_swiglu"),
     changed(GATED, activation="clamped_silu", interleaved=True),
+    changed(GATED, activation="softcapped_silu"),
     BIASED,
     changed(BIASED, has_b2=False),
     changed(BIASED, has_b1=False, has_b2=False),
@@ -351,6 +352,9 @@ def activate(layer: Layer, z: np.ndarray) -> np.ndarray:
     if layer.config.options.activation == "clamped_swiglu":
         gate, up = np.minimum(gate, layer.limit), np.clip(up, -layer.limit, layer.limit)
         return gate / (1 + np.exp(-layer.alpha * gate)) * (up + 1)
+    if layer.config.options.activation == "softcapped_silu":
+        capped = layer.alpha * np.tanh(gate / layer.alpha)
+        return capped / (1 + np.exp(-gate)) * layer.limit * np.tanh(up / layer.limit)
     return pointwise(layer.config.options.activation, gate) * up
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.dtypes import FLOATS
-from custom_ops.options import CLAMPED, GROUP_SCORINGS, POINTWISE, ROUTER_OPTIONS, SCORINGS
+from custom_ops.options import GATINGS, GROUP_SCORINGS, POINTWISE, ROUTER_OPTIONS, SCORINGS
 from dynamo_moe.tolerances import tolerance_for
 
 OPS = ("dropless", "experts")
@@ -59,7 +59,7 @@ EXPERT_FORMS = [
         {"activation": activation, "alpha": 1.3, "limit": 1.0} | _GATINGS[name],
         id=f"{activation}-{name}",
     )
-    for activation in CLAMPED
+    for activation in GATINGS
     for name in ("gated", "interleaved")
 ]
 
@@ -67,7 +67,7 @@ EXPERT_FORMS = [
 # the others in one.
 KERNEL_FORMS = [
     pytest.param(*form.values, id=form.id, marks=pytest.mark.once(activation))
-    if (activation := form.values[0]["activation"]) not in ("silu", *CLAMPED)
+    if (activation := form.values[0]["activation"]) not in ("silu", *GATINGS)
     else form
     for form in EXPERT_FORMS
 ]

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from custom_ops import ACTIVATIONS, SCORINGS
-from custom_ops.options import CLAMPED, GROUP_SCORINGS, PRE_NORMS
+from custom_ops.options import GATINGS, GROUP_SCORINGS, PRE_NORMS
 from moe_cases import OPS, Case, make_case
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ def groups(draw: st.DrawFn, experts: int, top_k: int) -> dict[str, Any]:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     activation = draw(st.sampled_from(ACTIVATIONS))
-    gated = activation in CLAMPED or draw(st.booleans())
+    gated = activation in GATINGS or draw(st.booleans())
     op = draw(st.sampled_from(OPS))
     options = {
         "activation": activation,

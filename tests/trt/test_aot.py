@@ -213,6 +213,8 @@ SPECS = {
     "experts_dtype=bf16,activation=silu,gated,scoring=sigmoid,routed_scaling=2.5,router_bias",
     "gpt-oss": "op=experts,experts=32,top_k=4,width=2880,hidden=2880,dtype=bf16,weights_dtype=bf16,"
     "activation=clamped_swiglu,gated,interleaved,b1,b2",
+    "inkling 2": "experts=128,top_k=8,width=2304,hidden=1152,dtype=bf16,activation=softcapped_silu,"
+    "gated,alpha=4,limit=25,scoring=sigmoid",
     "llama 4": "op=experts,experts=16,top_k=1,width=5120,hidden=8192,dtype=bf16,activation=silu,"
     "gated,weight_on_input,weights_dtype=bf16",
     "T5": "experts=32,top_k=1,width=1024,hidden=2816,dtype=bf16,activation=gelu_tanh,gated,"

@@ -21,6 +21,7 @@ CASES = {
         torch.bfloat16,
         ExpertOptions("clamped_swiglu", gated=True, interleaved=True),
     ),
+    "bf16-softcapped": (torch.bfloat16, ExpertOptions("softcapped_silu", gated=True, alpha=4.0)),
     "fp16-rms": (torch.float16, ExpertOptions("gelu", pre_norm="rms", weight_on_input=True)),
     "fp32": (torch.float32, ExpertOptions("gelu")),
     "fp32-gated": (torch.float32, ExpertOptions("silu", gated=True)),

@@ -21,7 +21,7 @@ from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, opti
 from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
 from custom_ops.layer_shape import LayerShape
-from custom_ops.options import CLAMPED, PRE_NORMS, ROUNDINGS
+from custom_ops.options import GATINGS, PRE_NORMS, ROUNDINGS
 from custom_ops.packed_weights import ENCODINGS, divides
 from custom_ops.weight_formats import WHOLE_MATRIX, WeightFormat, packed_format, plain_format
 from layer_changes import changed
@@ -235,7 +235,7 @@ def packed_formats(draw: st.DrawFn) -> WeightFormat:
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
     activation = draw(st.sampled_from(ACTIVATIONS))
-    gated = activation in CLAMPED or draw(st.booleans())
+    gated = activation in GATINGS or draw(st.booleans())
     options = ExpertOptions(
         activation,
         gated=gated,

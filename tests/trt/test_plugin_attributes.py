@@ -44,6 +44,14 @@ BAD_ATTRIBUTES = {
         {"activation": "clamped_swiglu"},
         "activation clamped_swiglu needs attribute gated",
     ),
+    "no softcap of the gate": (
+        {"activation": "softcapped_silu", "gated": 1, "activation_alpha": 0.0},
+        "activation_alpha must be in 2**-126..2**126 with activation softcapped_silu, got 0",
+    ),
+    "too large a softcap of up": (
+        {"activation": "softcapped_silu", "gated": 1, "activation_limit": 1e38},
+        "activation_limit must be in 2**-126..2**126 with activation softcapped_silu, got 1e+38",
+    ),
     "ungated rows": ({"interleaved": 1}, "attribute interleaved needs attribute gated"),
     "not finite": ({"routed_scaling": float("nan")}, "routed_scaling must be finite, got nan"),
     "infinite": ({"activation_alpha": float("-inf")}, "activation_alpha must be finite, got -inf"),

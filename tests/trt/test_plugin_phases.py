@@ -109,6 +109,7 @@ FORMS = {
     "interleaved": {"activation": "gelu_tanh", "gated": True, "interleaved": True},
     "gpt-oss": {"activation": "clamped_swiglu", "gated": True, "alpha": 1.3, "limit": 1.0},
     "deepseek-v4": {"activation": "clamped_silu", "gated": True, "limit": 1.0},
+    "inkling2": {"activation": "softcapped_silu", "gated": True, "alpha": 1.3, "limit": 1.0},
     "mish": {"activation": "mish", "gated": True},
     "on input": {"weight_on_input": True, "activation": "relu2"},
     "no biases": {"biases": False, "activation": "relu"},

@@ -116,8 +116,8 @@ class LayerRecord(NamedTuple):
         width: D.
         hidden: H.
         routed_scaling: Factor on the routing weights.
-        alpha: Factor of clamped_swiglu.
-        limit: Limit of clamped_swiglu and clamped_silu.
+        alpha: Factor of clamped_swiglu, or the gate's softcap in softcapped_silu.
+        limit: Limit of clamped_swiglu and clamped_silu, or up's softcap in softcapped_silu.
         norm_eps: Epsilon of rms_norm.
         group_scoring: A code; 0 without groups.
         n_group: Groups of experts.

@@ -16,11 +16,12 @@ from custom_ops.dtypes import CODES, KERNEL_FLOATS, dtype_name
 from custom_ops.kernels.expressions import OPERATIONS
 from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
 from custom_ops.options import (
-    CLAMPED,
     EXPERT_OPTIONS,
+    GATINGS,
     LAYOUT_OPTIONS,
     ROUTER_OPTIONS,
     SIZES,
+    SOFTCAP,
     Flag,
     Option,
 )
@@ -72,8 +73,14 @@ def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[
         if option.names:
             yield _names(f"{_constant(option.name)}Names", option.names)
     activation = next(option for option in options if option.name == "activation")
-    mask = sum(1 << activation.code(name) for name in CLAMPED)
-    yield f"inline constexpr std::uint32_t kClampedActivations = {mask};  // A bit for each code."
+    mask = sum(1 << activation.code(name) for name in GATINGS)
+    yield f"inline constexpr std::uint32_t kGatings = {mask};  // A bit for each activation's code."
+    softcapped = activation.code("softcapped_silu")
+    yield f"inline constexpr std::uint32_t kSoftcappedSilu = {softcapped};"
+    yield "// What its softcaps must be."
+    yield f"inline constexpr const char* kSoftcapRule = {_text(SOFTCAP.text)};"
+    yield f"inline constexpr float kLeastSoftcap = {SOFTCAP.low!r}F;"
+    yield f"inline constexpr float kMostSoftcap = {SOFTCAP.high!r}F;"
     yield ""
     yield f"inline constexpr std::uint32_t kFlagsWord = {FLAGS_WORD};"
     yield f"inline constexpr std::uint32_t kMaxExperts = {MAX_EXPERTS};"

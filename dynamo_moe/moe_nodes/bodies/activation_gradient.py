@@ -9,13 +9,14 @@ import math
 
 import onnx_ir as ir
 
-from custom_ops.options import CLAMPED
+from custom_ops.options import GATINGS
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import (
     erf_term,
     mish_terms,
     pointwise,
     quick_gelu_term,
+    softcapped_terms,
     split,
     tanh_term,
 )
@@ -27,7 +28,9 @@ def activate_backward(op: Ops, config: BodyConfig, dh_RH: ir.Value, z_RF: ir.Val
     if not config.options.gated:
         return _pointwise_backward(op, config, dh_RH, z_RF)
     gate, up = split(op, config, z_RF)
-    if config.options.activation in CLAMPED:
+    if config.options.activation == "softcapped_silu":
+        dgate, dup = _softcapped_backward(op, config, dh_RH, gate, up)
+    elif config.options.activation in GATINGS:
         dgate, dup = _clamped_backward(op, config, dh_RH, gate, up)
     else:
         dgate = _pointwise_backward(op, config, op.Mul(dh_RH, up, out="dh_up"), gate)
@@ -63,6 +66,24 @@ def _clamped_backward(
     return (
         op.Where(gate_inside, dgate, zero, out="dgate"),
         op.Where(up_inside, dup, zero, out="dup"),
+    )
+
+
+def _softcapped_backward(
+    op: Ops, config: BodyConfig, dh: ir.Value, gate: ir.Value, up: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Of ``c(gate) * sigmoid(gate) * c(up)``, where c softcaps."""
+    one = op.constant("one", 1, config.compute_dtype)
+    gate_tanh, gate_c, up_tanh, up_c = softcapped_terms(op, config, gate, up)
+    sigmoid = op.Sigmoid(gate, out="sigmoid")
+    rest = op.Mul(gate_c, op.Sub(one, sigmoid, out="other_sigmoid"), out="gate_rest")
+    gate_rise = op.Sub(one, op.Mul(gate_tanh, gate_tanh, out="gate_tanh2"), out="gate_rise")
+    up_rise = op.Sub(one, op.Mul(up_tanh, up_tanh, out="up_tanh2"), out="up_rise")
+    dh_sigmoid = op.Mul(dh, sigmoid, out="dh_sigmoid")
+    slope = op.Mul(up_c, op.Add(gate_rise, rest, out="bend"), out="gate_slope")
+    return (
+        op.Mul(dh_sigmoid, slope, out="dgate"),
+        op.Mul(dh_sigmoid, op.Mul(gate_c, up_rise, out="up_slope"), out="dup"),
     )
 
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from custom_ops.options import CLAMPED
+from custom_ops.options import GATINGS
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
@@ -67,7 +67,9 @@ def activate(op: Ops, config: BodyConfig, z: ir.Value, *, rank: int = 2) -> ir.V
     if not config.options.gated:
         return pointwise(op, config, z)
     gate, up = split(op, config, z, rank)
-    if config.options.activation in CLAMPED:
+    if config.options.activation == "softcapped_silu":
+        return _softcapped(op, config, gate, up)
+    if config.options.activation in GATINGS:
         return _clamped(op, config, gate, up)
     return op.Mul(pointwise(op, config, gate), up, out="h")
 
@@ -99,6 +101,24 @@ def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Va
     slope = op.Sigmoid(op.Mul(alpha, gate, out="alpha_gate"), out="slope")
     up_1 = op.Add(up, op.constant("one", 1, dtype), out="up_1")
     return op.Mul(op.Mul(gate, slope, out="gate_slope"), up_1, out="h")
+
+
+def _softcapped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Value:
+    _, gate_c, _, up_c = softcapped_terms(op, config, gate, up)
+    sigmoid = op.Sigmoid(gate, out="sigmoid")
+    return op.Mul(op.Mul(gate_c, sigmoid, out="gate_slope"), up_c, out="h")
+
+
+def softcapped_terms(
+    op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """The tanh and the softcapped value of the gate, then both of up."""
+    alpha = op.real("activation_alpha", config.compute_dtype)
+    limit = op.real("activation_limit", config.compute_dtype)
+    gate_tanh = op.Tanh(op.Div(gate, alpha, out="gate_scaled"), out="gate_tanh")
+    up_tanh = op.Tanh(op.Div(up, limit, out="up_scaled"), out="up_tanh")
+    gate_c = op.Mul(alpha, gate_tanh, out="gate_capped")
+    return gate_tanh, gate_c, up_tanh, op.Mul(limit, up_tanh, out="up_capped")
 
 
 def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:

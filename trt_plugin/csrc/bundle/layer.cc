@@ -163,9 +163,9 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
 }
 
 Status CheckOptions(const dynamo_moe_layer& layer) {
-  const bool clamped = format::IsClamped(layer.activation);
-  if ((clamped || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
-    return Wrong(clamped ? "clamped activation" : "flag interleaved", " needs flag gated");
+  const bool gating = format::IsGating(layer.activation);
+  if ((gating || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
+    return Wrong(gating ? "gating as activation" : "flag interleaved", " needs flag gated");
   }
   if (Has(layer, format::kHasTf32) && layer.experts_dtype != format::kFloat32) {
     return Wrong("flag tf32 does not apply and must be 0, got ", layer.flags & format::kHasTf32);

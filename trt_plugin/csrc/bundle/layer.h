@@ -64,9 +64,7 @@ inline constexpr const char* kZeroPointsNames[kZeroPoints] = {"none", "scales", 
 
 #include "bundle/layer_table.inc"
 
-constexpr bool IsClamped(std::uint32_t activation) {
-  return ((kClampedActivations >> activation) & 1) != 0;
-}
+constexpr bool IsGating(std::uint32_t activation) { return ((kGatings >> activation) & 1) != 0; }
 
 }  // namespace dynamo_moe::format
 

@@ -50,6 +50,14 @@ bool IsGlobalScales(format::Tensor tensor) {
   return tensor == format::kW1GlobalScales || tensor == format::kW2GlobalScales;
 }
 
+Status CheckSoftcap(const char* attribute, float number) {
+  if (number < format::kLeastSoftcap || number > format::kMostSoftcap) {
+    return InvalidArgument("attribute ", attribute, " must be ", format::kSoftcapRule,
+                           " with activation softcapped_silu, got ", number);
+  }
+  return {};
+}
+
 // Of each expert's matrix, (out, in) or, where it lies transposed, (in, out).
 Shape MatrixShape(std::int64_t experts, std::int64_t out, std::int64_t in, bool transposed) {
   return transposed ? Shape{{experts, in, out}, 3} : Shape{{experts, out, in}, 3};
@@ -237,12 +245,16 @@ Status ReadName(const format::Option& option, const std::string& given, std::uin
 }
 
 Status CompleteOptions(dynamo_moe_layer* layer) {
-  const bool clamped = format::IsClamped(layer->activation);
+  const bool gating = format::IsGating(layer->activation);
   const bool gated = (layer->flags & format::kGated) != 0;
-  if (!gated && (clamped || (layer->flags & format::kInterleaved) != 0)) {
-    return clamped ? InvalidArgument("activation ", format::kActivationNames[layer->activation],
-                                     " needs attribute gated")
-                   : InvalidArgument("attribute interleaved needs attribute gated");
+  if (!gated && (gating || (layer->flags & format::kInterleaved) != 0)) {
+    return gating ? InvalidArgument("activation ", format::kActivationNames[layer->activation],
+                                    " needs attribute gated")
+                  : InvalidArgument("attribute interleaved needs attribute gated");
+  }
+  if (layer->activation == format::kSoftcappedSilu) {
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckSoftcap("activation_alpha", layer->alpha));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckSoftcap("activation_limit", layer->limit));
   }
   if (layer->group_scoring == format::kNoGroups && layer->n_group > 1) {
     return InvalidArgument("attribute n_group needs attribute group_scoring");

@@ -26,9 +26,11 @@ enum : std::uint32_t {
   kElu,
   kLeakyRelu,
   kIdentity,
+  kSoftcappedSilu,
   kActivations,
 };
 static_assert(std::size(format::kActivationNames) == kActivations);
+static_assert(format::kSoftcappedSilu == kSoftcappedSilu);
 
 constexpr float kQuickGeluSlope = 1.702F;
 constexpr float kLeak = 0.01F;
@@ -56,6 +58,11 @@ template <typename V>
 DYNAMO_MOE_INLINE V Elu(const V& v) {
   const V tanh = Tanh(V(Most(v, 0) / 2));
   return v > 0 ? v : 2 * tanh / (1 - tanh);
+}
+
+template <typename V>
+DYNAMO_MOE_INLINE V Softcap(const V& v, float cap) {
+  return cap * Tanh(V(v / cap));
 }
 
 // How gates and ups lie in rows of z.
@@ -181,6 +188,12 @@ void ActivateAll(const dynamo_moe_layer& layer, const Rows& rows, const float* z
             return gates * Sigmoid(gates);
           },
           clamped, hidden);
+      break;
+    case kSoftcappedSilu:
+      ActivateRows(
+          layer, rows, z,
+          [=](const auto& v) DYNAMO_MOE_INLINED { return Softcap(v, alpha) * Sigmoid(v); },
+          [=](const auto& v) DYNAMO_MOE_INLINED { return Softcap(v, limit); }, hidden);
       break;
     case kQuickGelu:
       run([](const auto& v)
