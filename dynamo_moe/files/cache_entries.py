@@ -24,6 +24,16 @@ SEQUENCE, PAST, TOTAL = "sequence", "past", "total_sequence"
 """Names of sizes: new tokens, those in the cache, and both, each with an entry in the mask."""
 
 
+def blocks_of(tokens: int) -> str:
+    """Returns the name of a size: the full blocks of so many tokens in the cache."""
+    return f"blocks_of_{tokens}"
+
+
+def rest_of(tokens: int) -> str:
+    """Returns the name of a size: the tokens behind the last full block of so many."""
+    return f"rest_of_{tokens}"
+
+
 @dataclass(frozen=True)
 class CacheEntry:
     """A tensor that a call gets and leaves for the next one.
@@ -38,7 +48,8 @@ class CacheEntry:
         output: The name of the output that is the next call's input.
         role: What it holds, such as ``key``, ``value``, ``conv_state`` or ``recurrent_state``.
         shape: The input's sizes. Symbolic ones are ``batch``; ``past``, the number of tokens so
-            far; and such as ``last_127``, 127 of them at most.
+            far; such as ``last_127``, 127 of them at most; and such as ``blocks_of_4`` and
+            ``rest_of_4``, full blocks of 4 tokens, and the tokens behind the last.
         dtype: Its dtype, such as ``float32``.
         initial: The first call's input: ``empty``, of no tokens, or ``zeros``.
         update: Whether new tokens are ``appended`` to it, or ``written`` into it, or all of it is

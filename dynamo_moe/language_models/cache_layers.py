@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from custom_ops import write_to_cache
+from dynamo_moe.tracing.token_blocks import TokenBlocks
 
 
 class Windowed:
@@ -70,6 +71,24 @@ class WindowAndStates(  # type: ignore[no-untyped-call, misc, override]
     Windowed, LinearAttentionAndSlidingWindowAttentionLayer
 ):
     """Keys and values beside states of convolutions or linear attention."""
+
+
+class WindowAndBlocks(TokenBlocks, Window):
+    """The last keys, which are values too, beside blocks of tokens compressed to one key each."""
+
+    def __init__(self, layer: Any) -> None:
+        """Takes the sizes of transformers' layer."""
+        Window.__init__(self, layer.sliding_window)  # type: ignore[no-untyped-call]
+        TokenBlocks.__init__(self, layer.compress_rate, overlap=hasattr(layer, "overlap_kv"))
+
+    @property
+    def values(self) -> Any:
+        """The keys."""
+        return self.keys
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        pass
 
 
 class WithRoom:
@@ -149,7 +168,7 @@ def windowed(layer: Any) -> Any:
         return Window(layer.sliding_window)
     if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         return WindowAndStates(layer.sliding_window, layer.number_of_states)
-    return layer
+    return WindowAndBlocks(layer) if hasattr(layer, "compress_rate") else layer
 
 
 def unbounded(layer: Any) -> Any:
@@ -158,7 +177,7 @@ def unbounded(layer: Any) -> Any:
         return DynamicLayer()  # type: ignore[no-untyped-call]
     if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         return LinearAttentionAndFullAttentionLayer(layer.number_of_states)
-    return layer
+    return WindowAndBlocks(layer) if hasattr(layer, "compress_rate") else layer
 
 
 def buffered(layer: Any, length: int) -> Any:

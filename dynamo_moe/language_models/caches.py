@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dynamo_moe.evaluation import evaluating
-from dynamo_moe.files.cache_entries import PAST, CacheEntry, Update
+from dynamo_moe.files.cache_entries import PAST, CacheEntry, Update, blocks_of, rest_of
 from dynamo_moe.model_graph import ExportError, naming_unconverted
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.dynamic_shapes import BATCH
+from dynamo_moe.tracing.token_blocks import TokenBlocks
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ _RUNS = ((2, 3), (3, 5))
 _MORE_ROOM = 7
 # Attributes whose zeros are what a model computes with where nothing is before.
 _STATES = frozenset({"conv_states", "recurrent_states", "linear_cache"})
+_SMALLEST_BLOCK = 3  # Two tokens of an example wait for one to be full.
+# Of what TokenBlocks keeps, the numbers that depend on the tokens so far.
+_OF_BLOCKS = {"compressed_kv": blocks_of, "buffer_kv": rest_of, "buffer_gate": rest_of}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class KeptTensor:
         dtype: Its dtype.
         place: Where it is in the cache.
         window: The most tokens that it keeps; None: all, if it keeps tokens.
+        block: How many tokens are compressed to one, if it keeps those or the rest; else None.
         is_written: Whether it has room for tokens to come, which are written into it.
     """
 
@@ -69,6 +75,7 @@ class KeptTensor:
     dtype: torch.dtype
     place: Place
     window: int | None = None
+    block: int | None = None
     is_written: bool = False
 
     @property
@@ -86,12 +93,18 @@ class KeptTensor:
         """What a call does with it."""
         if self.is_written:
             return "written"
-        return "appended" if PAST in self.shape or self.window is not None else "replaced"
+        grows = PAST in self.shape or self.window is not None
+        if self.block is not None:
+            grows = blocks_of(self.block) in self.shape
+        return "appended" if grows else "replaced"
 
     def sizes(self, batch: int, past: int) -> list[int]:
         """Returns its shape for a batch and a number of tokens."""
         tokens = past if self.window is None else min(past, self.window)
         known = {BATCH: batch}
+        if self.block is not None:
+            known |= {blocks_of(self.block): past // self.block}
+            known |= {rest_of(self.block): past % self.block}
         return [known.get(size, tokens) if isinstance(size, str) else size for size in self.shape]
 
     def within(self, window: int) -> KeptTensor:
@@ -108,7 +121,7 @@ class KeptTensor:
             role=self.role,
             shape=self.shape,
             dtype=str(self.dtype).removeprefix("torch."),
-            initial="empty" if self.update == "appended" else "zeros",
+            initial="empty" if any(isinstance(size, str) for size in self.shape[1:]) else "zeros",
             update=self.update,
             window=self.window,
         )
@@ -162,6 +175,7 @@ class ModelCache:
                     place,
                     (tensor, others[place]),
                     rooms,
+                    _block_of(first, place),
                     is_only=counts[place[:3]] == 1,
                 )
                 for place, tensor in tensors.items()
@@ -185,6 +199,15 @@ class ModelCache:
         return [list(kept) for _, kept in groupby(self.tensors, lambda kept: kept.layer)]
 
     @property
+    def example_length(self) -> int:
+        """P of an example: two full blocks of each kind and two tokens more, if there are blocks.
+
+        A trace takes sizes of 0 and 1 for fixed ones.
+        """
+        blocks = [kept.block for kept in self.tensors if kept.block is not None]
+        return 2 * math.lcm(*blocks) + 2 if blocks else 4
+
+    @property
     def is_plain(self) -> bool:
         """Whether it keeps keys and values of attention alone."""
         return all(
@@ -197,7 +220,7 @@ class ModelCache:
 
         Args:
             past: The tensors.
-            length: P; ``[1]`` int64 where the cache has a fixed length.
+            length: P, by the mask; ``[1]`` int64 where the cache has a fixed length.
 
         Raises:
             ValueError: If they are not as many as the model keeps, or differ in B or P.
@@ -207,8 +230,8 @@ class ModelCache:
             raise ValueError(
                 f"past_key_values must hold {len(self.tensors)} tensors, got {len(tensors)}"
             )
+        self._check_sizes(tensors, length)
         length = _sizes(self.tensors, tensors).get(PAST, length)
-        self._check_windows(tensors, length)
         cache = _copied(self._template)
         for kept, tensor in zip(self.tensors, tensors, strict=True):
             _put(cache, kept.place, tensor if kept.holds_tokens else tensor.clone())
@@ -223,11 +246,12 @@ class ModelCache:
                     layer.begin_at(length, positions)
         return _with_a_length(cache)
 
-    def _check_windows(self, tensors: Sequence[Tensor], length: int) -> None:
-        """Checks that layers of a window hold the last of all tokens; a trace has no numbers."""
+    def _check_sizes(self, tensors: Sequence[Tensor], length: int) -> None:
+        """Checks windows and blocks by the number of all tokens; a trace has no numbers."""
+        kept_whole = all(kept.window is None and kept.block is None for kept in self.tensors)
+        if kept_whole or isinstance(length, torch.SymInt):
+            return
         for kept, tensor in zip(self.tensors, tensors, strict=True):
-            if kept.window is None or isinstance(length, torch.SymInt):
-                continue
             expected = kept.sizes(tensor.shape[0], length)
             if list(tensor.shape) != expected:
                 raise ValueError(
@@ -295,10 +319,21 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     return "cache" if takes_cache else "past_key_values"
 
 
+class _CopiesAreClones(TorchFunctionMode):
+    """Lets models copy tensors without values, which PyTorch cannot: Inkling2-Loop, its cache."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
 def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cache:
     with naming_unconverted(model):
         try:
-            with tracer.failures_unsaid(), without_values():
+            with tracer.failures_unsaid(), without_values(), _CopiesAreClones():
                 ids = torch.zeros(sizes, dtype=torch.int64)
                 arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 outputs = model(**arguments, use_cache=True, **options)
@@ -326,7 +361,7 @@ def _change(*, bounded_windows: bool, length: int | None) -> Callable[[Any], Any
 def _bounded(kept: KeptTensor, layers: Sequence[Any]) -> KeptTensor:
     """Returns what a layer keeps that keeps no more than its window from now on."""
     layer = layers[kept.layer]
-    if not kept.holds_tokens or not hasattr(layer, "keeps_all"):
+    if PAST not in kept.shape or not hasattr(layer, "keeps_all"):
         return kept
     layer.keeps_all = False
     return kept.within(layer.sliding_window - 1)
@@ -351,6 +386,7 @@ def _kept(
     place: Place,
     tensors: tuple[Tensor, Tensor],
     rooms: tuple[int | None, int | None],
+    block: int | None,
     *,
     is_only: bool,
 ) -> KeptTensor:
@@ -366,6 +402,10 @@ def _kept(
     reason = ""
     if BATCH not in shape:
         reason = "which has no batch"
+    elif block is not None:
+        number = _OF_BLOCKS.get(attribute)
+        shape = (BATCH, block if number is None else number(block), *shape[2:])
+        reason = "in blocks of fewer than 3" if block < _SMALLEST_BLOCK else ""
     elif any(pair[0] != pair[1] and pair not in {rooms, *symbols} for pair in sizes):
         reason = "whose length is not the number of tokens"
     elif PAST not in shape and not is_written and attribute not in _STATES:
@@ -376,7 +416,17 @@ def _kept(
             "use task text-generation"
         )
     role = attribute.removesuffix("s") + ("" if is_only else f".{place[3]}")
-    return KeptTensor(layer, role, shape, tensors[0].dtype, place, is_written=is_written)
+    return KeptTensor(
+        layer, role, shape, tensors[0].dtype, place, block=block, is_written=is_written
+    )
+
+
+def _block_of(cache: Cache, place: Place) -> int | None:
+    """Returns how many tokens a block has, if a tensor is of blocks that are compressed."""
+    layer = _get(cache, place[:2]) if place[0] == "layers" else None
+    if isinstance(layer, TokenBlocks) and place[2] != "keys":
+        return layer.compress_rate
+    return None
 
 
 # --- Places ---

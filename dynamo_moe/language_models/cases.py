@@ -33,7 +33,7 @@ _PADDING = {2: 2, 4: 3}
 
 
 def example_case(
-    model: PreTrainedModel, batch: int = 2, new: int = 3, cached: int = 4
+    model: PreTrainedModel, batch: int = 2, new: int = 3, cached: int | None = None
 ) -> dict[str, Any]:
     """Returns random arguments of the model's forward, the same every time.
 
@@ -41,14 +41,17 @@ def example_case(
         model: The model, within :func:`performing`.
         batch: B.
         new: S.
-        cached: P; for a task with a cache.
+        cached: P, for a task with a cache; None: as many as its trace needs.
     """
     generator = torch.Generator().manual_seed(0)
     cache = cache_of(model)
     parts = parts_of(model)
     if parts is not None and cache is None:
         return parts.case()
-    cached = 0 if cache is None else cached
+    if cache is None:
+        cached = 0
+    elif cached is None:
+        cached = cache.example_length
     if cache is not None and cache.length is not None:
         cached = min(cached, cache.length - new)
         if cached < 0:

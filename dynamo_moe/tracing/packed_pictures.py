@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +175,20 @@ def _merge_index(
     return number_N.view(-1, 1, kernel_height * kernel_width)
 
 
+def _merged_places(
+    patches: int, grid_thw: Tensor, kernel_height: int, kernel_width: int, kwargs: Any = None
+) -> tuple[Tensor, Tensor, int]:
+    """Returns the place in its block of each patch, and what it counts there, ``[N]`` each.
+
+    The last is the number of blocks. A picture has one frame, so that each patch counts as a whole.
+    """
+    numbers = _merge_index(patches, grid_thw, kernel_height, kernel_width)
+    number_N = numbers.flatten()
+    in_order_N = torch.arange(patches, device=grid_thw.device)
+    places_N = torch.zeros_like(number_N).scatter(0, number_N, in_order_N)
+    return places_N, torch.ones(patches, device=grid_thw.device), numbers.shape[0]
+
+
 def _shuffle_index(patches: int, grid_thw: Tensor, merge_size: int, kwargs: Any = None) -> Tensor:
     """Returns which patches, row by row in a picture, come block by block, ``[N]``."""
     return _merge_index(patches, grid_thw, merge_size, merge_size).flatten()
@@ -247,6 +262,8 @@ def _attention(
 def _for_patches(
     replacement: Callable[..., Any], patches: int, original: Callable[..., Any]
 ) -> Callable[..., Any]:
+    if replacement is _merge_index and signature(original).return_annotation is not Tensor:
+        replacement = _merged_places  # From transformers 5.24 on.
     return partial(replacement, patches)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dynamo_moe.private import tracer
 from dynamo_moe.process_state import replaced
+from dynamo_moe.tracing.token_blocks import for_every_length, for_one_token_or_several
 
 _MODELS = "transformers.models."
 _NO_LIMITS = (0.0, float("inf"))
@@ -300,4 +301,6 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "chunk_kimi_delta_attention": _delta_rule_or,
     "JambaMambaMixer": _going_on,
     "MiniMaxLightningAttention": _in_one_block,
+    "DeepseekV4CSACompressor": for_every_length,
+    "DeepseekV4HCACompressor": for_one_token_or_several,
 }

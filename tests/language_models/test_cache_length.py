@@ -117,6 +117,7 @@ OTHERS = (
     *(
         "inkling",
         "inkling2",
+        "inkling2_loop",
         "jamba",
         "kimi_linear",
         "nemotron_h",
@@ -127,6 +128,7 @@ OTHERS = (
     *("afmoe", "aria", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"),
     *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4", "glm4_moe", "glm4_moe_lite"),
     *("granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1"),
+    *("lara_mini", "sarvam_mla", "sarvam_moe"),
     *("laguna", "llama4", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "olmoe"),
     *("phimoe", "qwen2_moe", "qwen3_moe", "solar_open"),
 )
@@ -175,7 +177,7 @@ def test_options_are_checked(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("deepseek_v4", "layers of the kind DeepseekV4HCACache keep something else"),
+        ("deepseek_v4", "layers of the kind WindowAndBlocks keep something else"),
         ("minimax", "MiniMaxForCausalLM has a MiniMaxCache"),
     ],
 )

@@ -31,13 +31,12 @@ WITH_PAST = "text-generation-with-past"
 FEW = ("gpt_oss", "jamba", "lfm2_moe", "nemotron_h", "qwen3_next", "glm_moe_dsa", "zaya")
 # What a file cannot keep, or PyTorch's exporter cannot export.
 WITHOUT_A_FILE = {
-    "deepseek_v4": "blocks of tokens, compressed once they are full",
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
     "switch_transformers": "an encoder",
 }
-# transformers asks the first layer how long the text is, one without keys: of several rows, tokens
-# after the prompt attend to padding. Rows by themselves are right.
-ROW_BY_ROW = ("minimax",)
+# Rows with padding before them are not right in transformers; by themselves they are. MiniMax asks
+# its first layer how long the text is, one without keys, and DeepSeek-V4 compresses padding, too.
+ROW_BY_ROW = ("deepseek_v4", "minimax")
 
 
 def generating() -> list[Any]:
@@ -269,12 +268,64 @@ def test_a_prompt_in_parts_goes_on_from_the_states(tmp_path: Path) -> None:
     torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_of_tokens_are_refused(tmp_path: Path) -> None:
-    model = ARCHITECTURES["deepseek_v4"].build()
+# In blocks of 4 and 16 tokens: none waits, some do, one more is a block of both.
+@pytest.mark.parametrize("options", [{}, {"bounded_windows": True}])
+def test_blocks_of_tokens(options: dict[str, Any], tmp_path: Path) -> None:
+    model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
+    model.generation_config.eos_token_id = None
     dynamo_moe.convert(model)
-    with pytest.raises(ValueError, match=r"layer 0 of .* keeps buffer_kv between tokens, .*: use"):
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx", **options)
+    session = onnxruntime.InferenceSession(report.path)
+    entries = {entry.input.removeprefix("past_key_values."): entry for entry in cache_of(session)}
+    assert entries["0.key"].shape[2] == ("last_7" if options else "past")
+    waiting, full = entries["0.buffer_kv"], entries["1.compressed_kv.indexer"]
+    assert (waiting.shape[1], waiting.initial, waiting.update) == (
+        "rest_of_16",
+        "empty",
+        "replaced",
+    )
+    assert (full.shape[1], full.initial, full.update) == ("blocks_of_4", "empty", "appended")
+    assert entries["1.overlap_gate.compressor"].initial == "zeros"
+    ids = torch.randint(3, 64, (2, 47), generator=torch.Generator().manual_seed(1))
+    for length in (1, 15, 16, 47):
+        prompt = ids[:, :length]
+        mask = torch.ones_like(prompt)
+        expected = model.generate(
+            prompt, attention_mask=mask, max_new_tokens=40, do_sample=False, pad_token_id=0
+        )
+        text = dynamo_moe.generate(session, prompt, max_new_tokens=40)
+        np.testing.assert_array_equal(text, expected)
+    assert dynamo_moe.verify(report.path, model).passed
+
+
+def test_blocks_of_a_prompt_alone(tmp_path: Path) -> None:
+    """A model without a cache has blocks of all its tokens, how many these may be."""
+    model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
+    dynamo_moe.convert(model)
+    path = tmp_path / "model.onnx"
+    report = dynamo_moe.export_language_model(model, path, task="text-generation")
+    assert not report.notes
+    assert dynamo_moe.verify(path, model).passed
+
+
+@pytest.mark.parametrize("rate", [1, 2])
+def test_the_smallest_blocks_are_refused(rate: int, tmp_path: Path) -> None:
+    rates = {"heavily_compressed_attention": rate, "compressed_sparse_attention": rate}
+    model = ARCHITECTURES["deepseek_v4"].build(compress_rates=rates)
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match=r"layer 0 of .* keeps buffer_kv .* in blocks of fewer"):
         dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_blocks_that_do_not_fit_the_mask_are_refused() -> None:
+    model = ARCHITECTURES["deepseek_v4"].build()
+    dynamo_moe.convert(model)
+    with performing(model, WITH_PAST):
+        case = example_case(model, cached=9)
+        case["attention_mask"] = case["attention_mask"][:, 1:]
+        with pytest.raises(ValueError, match=r"0\.key must be \[2, 1, 8, 8\] after 8 tokens, got"):
+            model(**case)
 
 
 def test_states_that_do_not_begin_with_zeros_are_refused(tmp_path: Path) -> None:
@@ -299,19 +350,19 @@ def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
         dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
 
 
-class CallsItCache(MixtralForCausalLM):
-    """As transformers does from 5.24 on."""
+class CallsItPastKeyValues(MixtralForCausalLM):
+    """As transformers did before 5.24."""
 
     def forward(
-        self, input_ids: Any, attention_mask: Any, cache: Any = None, **options: Any
+        self, input_ids: Any, attention_mask: Any, past_key_values: Any = None, **options: Any
     ) -> Any:
-        outputs = super().forward(input_ids, attention_mask, past_key_values=cache, **options)
-        return SimpleNamespace(logits=outputs.logits, cache=outputs.past_key_values)
+        outputs = super().forward(input_ids, attention_mask, cache=past_key_values, **options)
+        return SimpleNamespace(logits=outputs.logits, past_key_values=outputs.cache)
 
 
-def test_a_cache_by_its_newer_name(tmp_path: Path) -> None:
+def test_a_cache_by_its_older_name(tmp_path: Path) -> None:
     model = ARCHITECTURES["mixtral"].build()
-    model.__class__ = CallsItCache
+    model.__class__ = CallsItPastKeyValues
     dynamo_moe.convert(model)
     report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
     assert dynamo_moe.verify(report.path, model).passed

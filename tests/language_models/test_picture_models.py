@@ -20,7 +20,7 @@ from picture_models import PICTURE, PICTURE_MODELS
 TASK = "image-text-to-text"
 # Of text whose places are counted on three axes, and added features; of one axis and pictures of
 # one size.
-FEW = ("qwen3_vl_moe", "llama4")
+FEW = ("qwen3_vl_moe", "aria")
 START, END = 62, 63
 
 

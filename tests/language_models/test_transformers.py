@@ -42,7 +42,10 @@ UNBUILDABLE = {
 }
 # Whose attention stays written out without a cache: sinks need one, and scores that are read
 # for something else must be there.
-WITH_SINKS = {"deepseek_v4", "flint", "gpt_oss", "hy_v4", "inkling2", "openai_privacy_filter"}
+WITH_SINKS = {
+    *("deepseek_v4", "flint", "gpt_oss", "hy_v4", "hy_v4_vl", "inkling2", "inkling2_loop"),
+    "openai_privacy_filter",
+}
 WRITTEN_OUT = {*WITH_SINKS, "granitemoe_swa"}
 # The last is longer than the chunks in which linear attention is computed.
 SHAPES = ((1, 4), (3, 9), (2, 130))
@@ -58,7 +61,8 @@ PLAIN_ROUTERS = {
         "unlimited_ocr",
     ),
     *("dots1", "dots3_note", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "glm4_moe"),
-    *("glm4_moe_lite", "glm4v_moe", "hy_v3", "hy_v4", "inkling2", "laguna", "mimo_v2_flash"),
+    *("glm4_moe_lite", "glm4v_moe", "hy_v3", "hy_v4", "hy_v4_vl", "inkling2", "inkling2_loop"),
+    *("laguna", "lara_mini", "mimo_v2_flash", "sarvam_mla", "sarvam_moe"),
     *("minimax_m2", "minimax_m3_vl", "mistral4", "mistral_large4", "nemotron_h", "solar_open"),
     *("flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "mellum"),
@@ -126,12 +130,14 @@ class Converted:
         """Exports the model with a symbolic batch and length, once for each target."""
         if target not in self.exports:
             example = example_inputs(ARCHITECTURES[self.name], 2, 5)
+            # A mask of another length than the tokens' cannot be one of their attention.
+            length = "length" if target == "fused" else "{}_length"
             self.exports[target] = dynamo_moe.export(
                 self.model,
                 (),
                 self.folder / f"{target}.onnx",
                 kwargs=example,
-                dynamic_shapes={key: {1: f"{key}_length"} for key in example},
+                dynamic_shapes={key: {1: length.format(key)} for key in example},
                 target=target,
             )
         return self.exports[target]

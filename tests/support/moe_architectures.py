@@ -82,6 +82,8 @@ class Architecture:
     """Arguments of the config, in addition to the common ones."""
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     """Selects the forward's inputs from the usual ones."""
+    code: str | None = None
+    """The folder of its class, if another model's."""
 
     def build(self, **overrides: Any) -> PreTrainedModel:
         """Return the model with random weights; ``overrides`` go to the config.
@@ -91,7 +93,8 @@ class Architecture:
         attention = overrides.pop("attn_implementation", None)
         config = self.make_config(**overrides)
         torch.manual_seed(0)
-        model = self._module("modeling")[self.model]._from_config(
+        module = _module("modeling", self.code or self.name)
+        model = module[self.model]._from_config(
             config,
             attn_implementation=attention,
             experts_implementation="eager",
@@ -102,13 +105,14 @@ class Architecture:
 
     def make_config(self, **overrides: Any) -> PreTrainedConfig:
         """Return the config of the tiny model."""
-        config_class = self._module("configuration")[self.config]
+        config_class = _module("configuration", self.name)[self.config]
         known = {item.name for item in fields(config_class)}
         common = {name: value for name, value in COMMON.items() if name in known}
         return config_class(**common | deepcopy(dict(self.options)) | overrides)
 
-    def _module(self, kind: str) -> dict[str, Any]:
-        return vars(import_module(f"transformers.models.{self.name}.{kind}_{self.name}"))
+
+def _module(kind: str, folder: str) -> dict[str, Any]:
+    return vars(import_module(f"transformers.models.{folder}.{kind}_{folder}"))
 
 
 def example_inputs(
@@ -214,10 +218,10 @@ _TABLE = [
             "mlp_layer_types": ["hash_moe", "moe"],
             "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
             "partial_rotary_factor": 0.5,
-            # With longer blocks, the trace would depend on the length.
+            # A block is 4 tokens in either kind of layer of this one, and 128 in the other.
             "compress_rates": {
-                "heavily_compressed_attention": 1,
-                "compressed_sparse_attention": 1,
+                "heavily_compressed_attention": 16,
+                "compressed_sparse_attention": 4,
             },
             "o_groups": 2,
             "o_lora_rank": 8,
@@ -324,6 +328,12 @@ _TABLE = [
     Architecture("hy_v3", "HYV3ForCausalLM", "HYV3Config"),
     Architecture("hy_v4", "HYV4ForCausalLM", "HYV4Config", _GROUPED | _LATENT),
     Architecture(
+        "hy_v4_vl",
+        "HYV4VLTextModel",
+        "HYV4VLTextConfig",
+        _GROUPED | _LATENT | {"rope_parameters": THREE_AXES},
+    ),
+    Architecture(
         "inkling",
         "InklingForCausalLM",
         "InklingTextConfig",
@@ -351,6 +361,26 @@ _TABLE = [
             "swa_head_dim": 8,
         },
     ),
+    # The two layers in the middle run three times.
+    Architecture(
+        "inkling2_loop",
+        "Inkling2LoopForCausalLM",
+        "Inkling2LoopTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 3,
+            "loop_gate_rank": 8,
+            "unpadded_vocab_size": _VOCABULARY,
+            "rel_extent": 16,
+            "d_rel": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
     Architecture(
         "jamba",
         "JambaForCausalLM",
@@ -365,6 +395,15 @@ _TABLE = [
     ),
     Architecture("kolibri1", "Kolibri1ForCausalLM", "Kolibri1Config"),
     Architecture("laguna", "LagunaForCausalLM", "LagunaConfig"),
+    Architecture(
+        "lara_mini",
+        "LaraMiniForCausalLM",
+        "LaraMiniConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     Architecture(
         "lfm2_moe",
         "Lfm2MoeForCausalLM",
@@ -482,6 +521,14 @@ _TABLE = [
             "indexer_compress_ratio": 2,
         },
     ),
+    Architecture(
+        "sarvam_mla",
+        "DeepseekV3ForCausalLM",
+        "SarvamMLAConfig",
+        _LATENT,
+        code="deepseek_v3",
+    ),
+    Architecture("sarvam_moe", "Glm4MoeForCausalLM", "SarvamMoEConfig", code="glm4_moe"),
     Architecture("solar_open", "SolarOpenForCausalLM", "SolarOpenConfig", _GROUPED),
     Architecture(
         "switch_transformers",

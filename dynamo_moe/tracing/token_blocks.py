@@ -1,0 +1,140 @@
+"""Attention over blocks of tokens that are compressed to one key each, as DeepSeek-V4's.
+
+A block is compressed when its last token is there, so how many a call completes depends on how many
+tokens it has and how many were waiting. The model asks whether there are any, and a trace has one
+answer for all lengths: here there are always some more, of zeros behind the tokens. As they end
+after the last token, the model itself hides from every token what they are compressed to.
+
+Legend: B batch, S new tokens, W tokens in a block, C width of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TokenBlocks:
+    """What the compressors of a layer keep between calls, by the methods of transformers' cache.
+
+    Each dictionary has the key ``compressor``, and ``indexer`` if the layer has one.
+
+    Attributes:
+        compress_rate: W.
+        overlap: Whether a block is compressed with the one before it.
+        buffer_kv: What tokens behind the last full block will be compressed from, and
+        buffer_gate: how much of each, ``[B, fewer than W, C]``; ``2 C`` where blocks overlap.
+        compressed_kv: What full blocks were compressed to, ``[B, blocks, C]``.
+        overlap_kv: The last full block's part in the next one, and
+        overlap_gate: how much of each, ``[B, W, C]``.
+    """
+
+    def __init__(self, compress_rate: int, *, overlap: bool) -> None:
+        """Begins without tokens."""
+        self.compress_rate = compress_rate
+        self.overlap = overlap
+        self.buffer_kv: dict[str, Tensor] = {}
+        self.buffer_gate: dict[str, Tensor] = {}
+        self.compressed_kv: dict[str, Tensor] = {}
+        self.overlap_kv: dict[str, Tensor] = {}
+        self.overlap_gate: dict[str, Tensor] = {}
+        self._completed: dict[str, Any] = {}
+
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Takes new tokens, and returns full blocks of all that wait, and the first one's place."""
+        rate = self.compress_rate
+        if name not in self.buffer_kv:
+            self._begin(name, kv, gate)
+        kv = torch.cat([self.buffer_kv[name], kv], dim=1)
+        gate = torch.cat([self.buffer_gate[name], gate], dim=1)
+        completed: Any = kv.shape[1] // rate
+        self._completed[name] = completed
+        self.buffer_kv[name] = kv[:, completed * rate :]
+        self.buffer_gate[name] = gate[:, completed * rate :]
+        # The model asks whether there is a block, or whether there are two that overlap.
+        more = 1 + self.overlap if isinstance(completed, torch.SymInt) else 0
+        end = (completed + more) * rate
+        first = self.compressed_kv[name].shape[1] * rate
+        return _of_length(kv, end), _of_length(gate, end), first
+
+    def _begin(self, name: str, kv: Tensor, gate: Tensor) -> None:
+        batch, width = kv.shape[0], kv.shape[-1] // (1 + self.overlap)
+        self.buffer_kv[name], self.buffer_gate[name] = kv[:, :0], gate[:, :0]
+        self.compressed_kv[name] = kv.new_zeros(batch, 0, width)
+        if self.overlap:
+            self.overlap_kv[name] = kv.new_zeros(batch, self.compress_rate, width)
+            self.overlap_gate[name] = gate.new_zeros(batch, self.compress_rate, width)
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keeps the last full block's part in the next, and returns that of the block before.
+
+        Before the first block there is none, which a weight of zero says.
+        """
+        kv, gate = self.overlap_kv[name], self.overlap_gate[name]
+        is_first = torch.full((), self.compressed_kv[name].shape[1], device=kv.device) == 0
+        gate = gate.masked_fill(is_first, float("-inf"))
+        self.overlap_kv[name] = self._last(name, kv, chunk_kv[..., :head_dim])
+        self.overlap_gate[name] = self._last(name, gate, chunk_gate[..., :head_dim])
+        return kv, gate
+
+    def _last(self, name: str, before: Tensor, chunk: Tensor) -> Tensor:
+        last = self._completed[name]
+        return torch.cat([before.unsqueeze(1), chunk], dim=1)[:, last : last + 1].squeeze(1)
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Keeps what full blocks were compressed to, and returns that of all blocks."""
+        before = self.compressed_kv[name]
+        compressed = torch.cat([before, compressed], dim=1)
+        self.compressed_kv[name] = compressed[:, : before.shape[1] + self._completed[name]]
+        return compressed
+
+
+def _of_length(tokens: Tensor, length: Any) -> Tensor:
+    """Returns the first tokens, or all and zeros, so that a trace has this very length."""
+    if not isinstance(length, torch.SymInt):
+        return tokens[:, :length]
+    batch, given, width = tokens.shape
+    return torch.cat([tokens, tokens.new_zeros(batch, length - given, width)], dim=1)
+
+
+def for_every_length(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the forward of a compressor without a cache have one, if its length is symbolic."""
+
+    @wraps(original)
+    def forward(
+        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *args: Any
+    ) -> Any:
+        cache, layer = args
+        if cache is None and isinstance(hidden_states.shape[1], torch.SymInt):
+            blocks = TokenBlocks(self.compress_rate, overlap=hasattr(self, "indexer"))
+            cache = SimpleNamespace(layers={layer: blocks})
+        return original(self, hidden_states, q_residual, position_ids, cache, layer)
+
+    return forward
+
+
+def for_one_token_or_several(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the forward of a compressor choose blocks for a single token as for several.
+
+    The model hides no block from a single token, as none ends after it. As one of two, each its
+    own, it is hidden none either.
+    """
+
+    @wraps(original)
+    def forward(
+        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *args: Any
+    ) -> Any:
+        positions = torch.cat([position_ids, position_ids[:, -1:]], dim=1)
+        blocks, bias = original(self, hidden_states, q_residual, positions, *args)
+        return blocks, None if bias is None else bias[:, :, :-1]
+
+    return for_every_length(forward)
