@@ -532,7 +532,7 @@ def _used(node: ir.Node) -> list[ir.Value | None]:
         )
         for graph in graphs:
             used += [value for inner in graph for value in _used(inner)]
-            used += graph.outputs
+            used.extend(graph.outputs)  # They refuse to be added to a list.
     return used
 
 

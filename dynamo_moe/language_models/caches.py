@@ -208,6 +208,11 @@ class ModelCache:
         return 2 * math.lcm(*blocks) + 2 if blocks else 4
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether it keeps blocks of tokens that are compressed to one."""
+        return any(kept.block is not None for kept in self.tensors)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it keeps keys and values of attention alone."""
         return all(
@@ -215,12 +220,8 @@ class ModelCache:
             for kept in self.tensors
         )
 
-    def filled(self, past: Past, length: Any) -> Cache:
-        """Returns a cache that holds these tensors, which the model may change in place.
-
-        Args:
-            past: The tensors.
-            length: P, by the mask; ``[1]`` int64 where the cache has a fixed length.
+    def length_of(self, past: Past, by_mask: Any) -> Any:
+        """Returns P by the tensors that hold tokens; by the mask, if none holds all or blocks.
 
         Raises:
             ValueError: If they are not as many as the model keeps, or differ in B or P.
@@ -230,8 +231,31 @@ class ModelCache:
             raise ValueError(
                 f"past_key_values must hold {len(self.tensors)} tensors, got {len(tensors)}"
             )
-        self._check_sizes(tensors, length)
-        length = _sizes(self.tensors, tensors).get(PAST, length)
+        sizes = _sizes(self.tensors, tensors)
+        blocks = [kept.block for kept in self.tensors if kept.block is not None]
+        lengths = {n: sizes[blocks_of(n)] * n + sizes[rest_of(n)] for n in dict.fromkeys(blocks)}
+        length = sizes.get(PAST, next(iter(lengths.values()), by_mask))
+        if not isinstance(length, torch.SymInt):  # A trace's are of one text.
+            for number, other in lengths.items():
+                if other != length:
+                    raise ValueError(
+                        f"past_key_values must be of one text: blocks of {number} are of {other} "
+                        f"tokens, others of {length}"
+                    )
+        return length
+
+    def filled(self, past: Past, length: Any) -> Cache:
+        """Returns a cache that holds these tensors, which the model may change in place.
+
+        Args:
+            past: The tensors.
+            length: P; ``[1]`` int64 where the cache has a fixed length.
+
+        Raises:
+            ValueError: If a window of them does not fit P.
+        """
+        tensors = [tensor for layer in past for tensor in layer]
+        self._check_windows(tensors, length)
         cache = _copied(self._template)
         for kept, tensor in zip(self.tensors, tensors, strict=True):
             _put(cache, kept.place, tensor if kept.holds_tokens else tensor.clone())
@@ -246,12 +270,11 @@ class ModelCache:
                     layer.begin_at(length, positions)
         return _with_a_length(cache)
 
-    def _check_sizes(self, tensors: Sequence[Tensor], length: int) -> None:
-        """Checks windows and blocks by the number of all tokens; a trace has no numbers."""
-        kept_whole = all(kept.window is None and kept.block is None for kept in self.tensors)
-        if kept_whole or isinstance(length, torch.SymInt):
-            return
+    def _check_windows(self, tensors: Sequence[Tensor], length: int) -> None:
+        """Checks that layers of a window hold the last of all tokens; a trace has no numbers."""
         for kept, tensor in zip(self.tensors, tensors, strict=True):
+            if kept.window is None or isinstance(length, torch.SymInt):
+                continue
             expected = kept.sizes(tensor.shape[0], length)
             if list(tensor.shape) != expected:
                 raise ValueError(

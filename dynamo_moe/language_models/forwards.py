@@ -172,6 +172,9 @@ def _with_past(
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         (new,) = tokens.values()
         before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
+        before = cache.length_of(past_key_values, before)
+        if cache.has_blocks:  # At every length that is tried, the new tokens are behind these.
+            attention_mask = attention_mask[:, : before + new.shape[1]]
         filled = cache.filled(past_key_values, before)
         options |= {cache_argument(original): filled, "use_cache": True}
         with exportable_models():  # Some recurrences of transformers cannot go on from a state.

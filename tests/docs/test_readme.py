@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from picture_models import PICTURE_MODELS
 from public_moe import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,11 @@ def test_counts_of_public_structures() -> None:
     assert f"| of {len(CASES)} models | converted |" in page
     readme = " ".join(README.read_text(encoding="utf-8").split())
     assert f"[{converted} of {len(CASES)} structures]" in readme
+
+
+def test_count_of_models_that_see_pictures() -> None:
+    count = sum(not model.refused for model in PICTURE_MODELS.values())
+    assert f"{count} [that see pictures]" in " ".join(README.read_text("utf-8").split())
 
 
 def test_count_of_architectures() -> None:

@@ -298,6 +298,30 @@ def test_blocks_of_tokens(options: dict[str, Any], tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, model).passed
 
 
+@pytest.mark.every
+def test_tensorrt_builds_blocks_of_tokens(tmp_path: Path) -> None:
+    model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(report.path)
+
+    def shapes(batch: int, sequence: int, past: int, most: bool = False) -> dict[str, list[int]]:
+        sizes = {"batch": batch, "sequence": sequence, "past": past}
+        sizes["total_sequence"] = past + sequence
+        for rate in (4, 16):
+            sizes[f"blocks_of_{rate}"] = past // rate
+            sizes[f"rest_of_{rate}"] = rate - 1 if most else past % rate
+        return {
+            value.name: [sizes.get(size, size) for size in value.shape]
+            for value in session.get_inputs()
+        }
+
+    first, usual, largest = shapes(1, 1, 0), shapes(2, 1, 42), shapes(4, 16, 112, most=True)
+    profile = {name: (first[name], usual[name], largest[name]) for name in first}
+    engine = checked_engine(report.path, shapes=profile)
+    assert engine.built, engine.reason()
+
+
 def test_blocks_of_a_prompt_alone(tmp_path: Path) -> None:
     """A model without a cache has blocks of all its tokens, how many these may be."""
     model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
@@ -318,13 +342,15 @@ def test_the_smallest_blocks_are_refused(rate: int, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_blocks_that_do_not_fit_the_mask_are_refused() -> None:
+def test_blocks_of_different_texts_are_refused() -> None:
     model = ARCHITECTURES["deepseek_v4"].build()
     dynamo_moe.convert(model)
     with performing(model, WITH_PAST):
         case = example_case(model, cached=9)
-        case["attention_mask"] = case["attention_mask"][:, 1:]
-        with pytest.raises(ValueError, match=r"0\.key must be \[2, 1, 8, 8\] after 8 tokens, got"):
+        first, (key, *_) = case["past_key_values"]
+        _, (_, *blocks) = example_case(model, cached=8)["past_key_values"]
+        case["past_key_values"] = [first, (key, *blocks)]
+        with pytest.raises(ValueError, match=r"blocks of 4 are of 8 tokens, others of 9"):
             model(**case)
 
 
