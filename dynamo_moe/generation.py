@@ -69,9 +69,9 @@ def generate(
     Raises:
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If the file is no language model that this can run, a prompt is empty or has
-            padding on its right, a number is out of range, the text would be longer than the file's
-            cache, or the pictures are not those that the folder takes and the prompts have tokens
-            of.
+            padding on its right, or any where the file compresses blocks of tokens, a number is out
+            of range, the text would be longer than the file's cache, or the pictures are not those
+            that the folder takes and the prompts have tokens of.
     """
     text, mask = _prompts(input_ids, attention_mask)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -79,6 +79,7 @@ def generate(
     ends = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     padding = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
     model = _model(path, text, mask, {name: np.asarray(x) for name, x in pictures.items()})
+    model.check_padding(mask)
     model.check_length(text.shape[1] + max_new_tokens - 1)  # The last is not read.
     has_ended = np.zeros((len(text), 1), bool)
     new = text
@@ -186,6 +187,15 @@ class _Model:
         self._entries = entries
         self._kept = {entry.input: _first(entry, batch) for entry in entries}
         self._room = min((entry.room for entry in entries if entry.room is not None), default=None)
+
+    def check_padding(self, mask: NDArray[np.int64]) -> None:
+        """Raises ValueError if there is padding, and the file would compress it with the text."""
+        if mask.all() or not any(entry.is_of_blocks for entry in self._entries):
+            return
+        raise ValueError(
+            f"row {int((mask == 0).any(1).argmax())} of attention_mask has padding, which this "
+            "file would compress with the tokens: pass rows of one length, or one at a time"
+        )
 
     def check_length(self, tokens: int) -> None:
         """Checks that the cache has room for so many tokens."""

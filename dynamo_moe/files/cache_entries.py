@@ -24,9 +24,12 @@ SEQUENCE, PAST, TOTAL = "sequence", "past", "total_sequence"
 """Names of sizes: new tokens, those in the cache, and both, each with an entry in the mask."""
 
 
+_BLOCKS = "blocks_of_"
+
+
 def blocks_of(tokens: int) -> str:
     """Returns the name of a size: the full blocks of so many tokens in the cache."""
-    return f"blocks_of_{tokens}"
+    return f"{_BLOCKS}{tokens}"
 
 
 def rest_of(tokens: int) -> str:
@@ -52,8 +55,8 @@ class CacheEntry:
             ``rest_of_4``, full blocks of 4 tokens, and the tokens behind the last.
         dtype: Its dtype, such as ``float32``.
         initial: The first call's input: ``empty``, of no tokens, or ``zeros``.
-        update: Whether new tokens are ``appended`` to it, or ``written`` into it, or all of it is
-            ``replaced``.
+        update: Whether new tokens, or new blocks of them, are ``appended`` to it, or new tokens
+            ``written`` into it, or all of it is ``replaced``, which may change its length.
         window: The most tokens that it keeps; None: all, if tokens are appended.
     """
 
@@ -65,6 +68,11 @@ class CacheEntry:
     initial: Literal["empty", "zeros"]
     update: Update
     window: int | None = None
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether it holds what blocks of tokens were compressed to, padding among them."""
+        return any(isinstance(size, str) and size.startswith(_BLOCKS) for size in self.shape)
 
     @property
     def room(self) -> int | None:

@@ -187,6 +187,7 @@ def buffered(layer: Any, length: int) -> Any:
         ValueError: If the layer keeps something else than keys, values, and states of convolutions
             or linear attention.
     """
+    kind = type(layer).__name__
     layer = unbounded(layer)
     if type(layer) in (LinearAttentionLayer, DummyLayer):
         return layer  # Its tensors have one size anyway.
@@ -200,7 +201,7 @@ def buffered(layer: Any, length: int) -> Any:
     else:
         raise ValueError(
             "a cache of a fixed length has keys, values and states of linear attention, but layers "
-            f"of the kind {type(layer).__name__} keep something else: leave out cache_length"
+            f"of the kind {kind} keep something else: leave out cache_length"
         )
     buffer.length = length
     return buffer

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, repeat
+from itertools import count, groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,17 +200,17 @@ class ModelCache:
 
     @property
     def example_length(self) -> int:
-        """P of an example: two full blocks of each kind and two tokens more, if there are blocks.
+        """P of an example: with two full blocks or more of each kind, and two tokens behind them.
 
         A trace takes sizes of 0 and 1 for fixed ones.
         """
-        blocks = [kept.block for kept in self.tensors if kept.block is not None]
-        return 2 * math.lcm(*blocks) + 2 if blocks else 4
+        blocks = self.blocks
+        return next(p for p in count(4) if all(p // n > 1 and p % n > 1 for n in blocks))
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether it keeps blocks of tokens that are compressed to one."""
-        return any(kept.block is not None for kept in self.tensors)
+    def blocks(self) -> list[int]:
+        """How many tokens it compresses to one, for each such number."""
+        return sorted({kept.block for kept in self.tensors if kept.block is not None})
 
     @property
     def is_plain(self) -> bool:
@@ -232,8 +232,7 @@ class ModelCache:
                 f"past_key_values must hold {len(self.tensors)} tensors, got {len(tensors)}"
             )
         sizes = _sizes(self.tensors, tensors)
-        blocks = [kept.block for kept in self.tensors if kept.block is not None]
-        lengths = {n: sizes[blocks_of(n)] * n + sizes[rest_of(n)] for n in dict.fromkeys(blocks)}
+        lengths = {n: sizes[blocks_of(n)] * n + sizes[rest_of(n)] for n in self.blocks}
         length = sizes.get(PAST, next(iter(lengths.values()), by_mask))
         if not isinstance(length, torch.SymInt):  # A trace's are of one text.
             for number, other in lengths.items():
@@ -425,6 +424,8 @@ def _kept(
     reason = ""
     if BATCH not in shape:
         reason = "which has no batch"
+    elif tensors[0].dtype != tensors[1].dtype:
+        reason = "whose dtype depends on the length"
     elif block is not None:
         number = _OF_BLOCKS.get(attribute)
         shape = (BATCH, block if number is None else number(block), *shape[2:])

@@ -5,6 +5,7 @@ Legend: B batch, S new tokens, P tokens in the cache.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,8 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
 
     Where the task has a cache, parts of prompts have padding in it; where it has none, a prompt has
     padding on either side. The last are longer, and optional: a model may have fewer positions.
-    A cache of more than keys and values holds what the model has left in it after a prompt.
+    A cache of more than keys and values holds what the model has left in it after a prompt. Where
+    it compresses blocks of tokens, a token, some, and more than a block of each kind fill some.
 
     Args:
         model: The model.
@@ -94,7 +96,10 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
         return [DrawnCase(case) for case in parts.cases()]
     check_cache(model)
     drawn = []
-    for number, (batch, new, past) in enumerate(_VERIFIED):
+    sizes = [*_VERIFIED]
+    for block in [] if cache is None else cache.blocks:
+        sizes += [(1, 1, block - 1), (1, 3, 2 * block - 2), (2, block + 2, block + 1)]
+    for number, (batch, new, past) in enumerate(sizes):
         if cache is None:
             case = example_case(model, batch, new)
             if number == 3:
@@ -141,6 +146,8 @@ def check_cache(model: PreTrainedModel) -> None:
     forward: Any = model.forward
     if cache.length is not None:
         calls, case = _in_two_calls(example_case(model, 1, min(33, cache.length), 0))
+    elif cache.blocks:
+        calls, case = _by_blocks(example_case(model, 1, 2 * max(cache.blocks) + 2, 0), cache.blocks)
     elif all(kept.holds_tokens for kept in cache.tensors):
         return
     else:
@@ -162,10 +169,28 @@ def check_cache(model: PreTrainedModel) -> None:
                 f"(its logits differ by {error:.1e}), as a model does that takes the number of "
                 "keys for that of the tokens so far: leave out cache_length"
             )
+        if cache.blocks:
+            raise ValueError(
+                f"{type(model).__name__} computes something else with its cache than without (its "
+                f"logits differ by {error:.1e}): use task text-generation"
+            )
         raise ValueError(
             f"{type(model).__name__} begins with states that are not zeros (with zeros, its logits "
             f"differ by {error:.1e}): use task text-generation"
         )
+
+
+def _by_blocks(
+    case: dict[str, Any], blocks: list[int]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns a prompt in calls that end around the first block of each kind, and in one."""
+    ids, mask = case["input_ids"], case["attention_mask"]
+    ends = sorted({0, 1, ids.shape[1], *(n + more for n in blocks for more in (-1, 0, 2))})
+    calls = [
+        {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end]}
+        for begin, end in pairwise(ends)
+    ]
+    return calls, {"input_ids": ids, "attention_mask": mask}
 
 
 def _in_two_calls(case: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -173,7 +173,7 @@ def _with_past(
         (new,) = tokens.values()
         before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
         before = cache.length_of(past_key_values, before)
-        if cache.has_blocks:  # At every length that is tried, the new tokens are behind these.
+        if cache.blocks:  # Whose number says P: a mask that is longer would move the new tokens.
             attention_mask = attention_mask[:, : before + new.shape[1]]
         filled = cache.filled(past_key_values, before)
         options |= {cache_argument(original): filled, "use_cache": True}

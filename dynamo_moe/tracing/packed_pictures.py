@@ -178,9 +178,9 @@ def _merge_index(
 def _merged_places(
     patches: int, grid_thw: Tensor, kernel_height: int, kernel_width: int, kwargs: Any = None
 ) -> tuple[Tensor, Tensor, int]:
-    """Returns the place in its block of each patch, and what it counts there, ``[N]`` each.
+    """Returns where each patch is, block by block, and its weight, ``[N]`` each, and the blocks.
 
-    The last is the number of blocks. A picture has one frame, so that each patch counts as a whole.
+    A picture has one frame, so that the weight of each patch in the mean over frames is 1.
     """
     numbers = _merge_index(patches, grid_thw, kernel_height, kernel_width)
     number_N = numbers.flatten()
@@ -262,7 +262,7 @@ def _attention(
 def _for_patches(
     replacement: Callable[..., Any], patches: int, original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    if replacement is _merge_index and signature(original).return_annotation is not Tensor:
+    if replacement is _merge_index and "tuple" in str(signature(original).return_annotation):
         replacement = _merged_places  # From transformers 5.24 on.
     return partial(replacement, patches)
 

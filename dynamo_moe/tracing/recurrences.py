@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dynamo_moe.private import tracer
 from dynamo_moe.process_state import replaced
-from dynamo_moe.tracing.token_blocks import for_every_length, for_one_token_or_several
+from dynamo_moe.tracing.token_blocks import COMPRESSORS
 
 _MODELS = "transformers.models."
 _NO_LIMITS = (0.0, float("inf"))
@@ -32,16 +32,17 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 
 @contextmanager
 def exportable_recurrences() -> Iterator[None]:
-    """Replaces the loops of transformers' models that are loaded.
+    """Replaces the loops and the compressors of transformers' models that are loaded.
 
-    Without PyTorch's ``scan`` they keep their own, whose length is the example's.
+    Without PyTorch's ``scan``, loops are the models' own, whose length is the example's.
     """
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(_MODELS)]
+    changes = COMPRESSORS if tracer.scan is None else {**_REPLACEMENTS, **COMPRESSORS}
     classes = set()  # One may have its name in several modules.
     with ExitStack() as stack:
-        for module in modules if tracer.scan is not None else []:
-            for name in _REPLACEMENTS.keys() & vars(module).keys():
-                change = _REPLACEMENTS[name]
+        for module in modules:
+            for name in changes.keys() & vars(module).keys():
+                change = changes[name]
                 if isinstance(vars(module)[name], type):
                     classes.add((vars(module)[name], change))
                 else:
@@ -301,6 +302,4 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "chunk_kimi_delta_attention": _delta_rule_or,
     "JambaMambaMixer": _going_on,
     "MiniMaxLightningAttention": _in_one_block,
-    "DeepseekV4CSACompressor": for_every_length,
-    "DeepseekV4HCACompressor": for_one_token_or_several,
 }

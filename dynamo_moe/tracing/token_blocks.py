@@ -2,8 +2,9 @@
 
 A block is compressed when its last token is there, so how many a call completes depends on how many
 tokens it has and how many were waiting. The model asks whether there are any, and a trace has one
-answer for all lengths: here there are always some more, of zeros behind the tokens. As they end
-after the last token, the model itself hides from every token what they are compressed to.
+answer for all lengths: in a trace there are always one or two more, of the tokens that no block has
+yet and zeros behind them. As they end after the last token, the model itself hides from every token
+what they are compressed to, as it hides from the tokens of a prompt the blocks that end after them.
 
 Legend: B batch, S new tokens, W tokens in a block, C width of a key.
 """
@@ -70,7 +71,9 @@ class TokenBlocks:
         self.compressed_kv[name] = kv.new_zeros(batch, 0, width)
         if self.overlap:
             self.overlap_kv[name] = kv.new_zeros(batch, self.compress_rate, width)
-            self.overlap_gate[name] = gate.new_zeros(batch, self.compress_rate, width)
+            # Biases of places, in float32, are added to what it is compared with.
+            dtype = torch.promote_types(gate.dtype, torch.float32)
+            self.overlap_gate[name] = gate.new_zeros(batch, self.compress_rate, width, dtype=dtype)
 
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
@@ -80,11 +83,10 @@ class TokenBlocks:
         Before the first block there is none, which a weight of zero says.
         """
         kv, gate = self.overlap_kv[name], self.overlap_gate[name]
-        is_first = torch.full((), self.compressed_kv[name].shape[1], device=kv.device) == 0
-        gate = gate.masked_fill(is_first, float("-inf"))
         self.overlap_kv[name] = self._last(name, kv, chunk_kv[..., :head_dim])
         self.overlap_gate[name] = self._last(name, gate, chunk_gate[..., :head_dim])
-        return kv, gate
+        is_first = torch.full((), self.compressed_kv[name].shape[1], device=kv.device) == 0
+        return kv, gate.masked_fill(is_first, float("-inf"))
 
     def _last(self, name: str, before: Tensor, chunk: Tensor) -> Tensor:
         last = self._completed[name]
@@ -106,35 +108,51 @@ def _of_length(tokens: Tensor, length: Any) -> Tensor:
     return torch.cat([tokens, tokens.new_zeros(batch, length - given, width)], dim=1)
 
 
-def for_every_length(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets the forward of a compressor without a cache have one, if its length is symbolic."""
+def _with_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the forward of a compressor without a cache blocks of its own, in a trace."""
 
     @wraps(original)
     def forward(
-        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *args: Any
+        self: Any,
+        hidden_states: Tensor,
+        q_residual: Tensor,
+        position_ids: Tensor,
+        cache: Any,
+        layer_idx: int,
     ) -> Any:
-        cache, layer = args
         if cache is None and isinstance(hidden_states.shape[1], torch.SymInt):
             blocks = TokenBlocks(self.compress_rate, overlap=hasattr(self, "indexer"))
-            cache = SimpleNamespace(layers={layer: blocks})
-        return original(self, hidden_states, q_residual, position_ids, cache, layer)
+            cache = SimpleNamespace(layers={layer_idx: blocks})
+        return original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
 
     return forward
 
 
-def for_one_token_or_several(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets the forward of a compressor choose blocks for a single token as for several.
+def _of_several_positions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the forward of a compressor hide blocks from one token as from several.
 
-    The model hides no block from a single token, as none ends after it. As one of two, each its
-    own, it is hidden none either.
+    From a single token the model hides none, since none ends after it, and a trace of several
+    tokens would not be right for one. With the last position twice, there are always several.
     """
 
     @wraps(original)
     def forward(
-        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *args: Any
+        self: Any,
+        hidden_states: Tensor,
+        q_residual: Tensor,
+        position_ids: Tensor,
+        cache: Any,
+        layer_idx: int,
     ) -> Any:
         positions = torch.cat([position_ids, position_ids[:, -1:]], dim=1)
-        blocks, bias = original(self, hidden_states, q_residual, positions, *args)
+        blocks, bias = original(self, hidden_states, q_residual, positions, cache, layer_idx)
         return blocks, None if bias is None else bias[:, :, :-1]
 
-    return for_every_length(forward)
+    return _with_blocks(forward)
+
+
+COMPRESSORS: dict[str, Callable[..., Any]] = {
+    "DeepseekV4CSACompressor": _with_blocks,
+    "DeepseekV4HCACompressor": _of_several_positions,
+}
+"""By the name of a class of transformers, what is made of its forward while a model is traced."""

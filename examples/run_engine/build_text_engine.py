@@ -17,13 +17,19 @@ def shapes(path: str, **sizes: tuple[int, int, int]) -> dict[str, Shapes]:
     Args:
         path: A file of ``export_language_model``.
         sizes: The smallest, usual and largest of each symbolic size. Layers with a bounded window
-            have ``past`` as far as it reaches.
+            have ``past`` as far as it reaches, and those with blocks of tokens the full ones of
+            ``past``, and up to a token less than one behind them.
     """
 
     def size(dim: onnx.TensorShapeProto.Dimension, at: int) -> int:
-        window = re.fullmatch(r"last_(\d+)", dim.dim_param)
-        if window:
-            return min(int(window[1]), sizes["past"][at])
+        part = re.fullmatch(r"(last|blocks_of|rest_of)_(\d+)", dim.dim_param)
+        if part:
+            past, number = sizes["past"], int(part[2])
+            if (
+                part[1] == "rest_of"
+            ):  # Any number of tokens may wait for a block, if there are some.
+                return (0, past[1] % number, min(past[2], number - 1))[at]
+            return min(number, past[at]) if part[1] == "last" else past[at] // number
         return sizes[dim.dim_param][at] if dim.dim_param else dim.dim_value
 
     inputs = onnx.load(path, load_external_data=False).graph.input

@@ -252,6 +252,15 @@ class Windows(Block):
         self.window = number**2
 
 
+class Normalises(Block):
+    """Its repeated divisions become a loop."""
+
+    def compute(self, y: Tensor) -> Tensor:
+        for _ in range(6):
+            y = y / (y.sum(-1, keepdim=True) + 1e-6)
+        return y
+
+
 ALONE = "5 of {}: traced one by one: {}"
 REASONS: list[tuple[Make, str]] = [
     (of_kinds(*[ReadsNumber] * 5), ALONE.format("ReadsNumber", "they run different operators")),
@@ -267,6 +276,7 @@ REASONS: list[tuple[Make, str]] = [
     ),
     (of_kinds(*[Windows] * 5), ALONE.format("Windows", "they differ in window")),
     (of_kinds(*[ReadsSize] * 5), "traced one by one: the model cannot run without values: "),
+    (of_kinds(*[Normalises] * 5), "traced one by one: blocks.2/Div/Loop has a graph of its own"),
     (of_kinds(*[ByTable] * 5), "traced one by one: the model runs at no larger sizes: "),
 ]
 

@@ -177,7 +177,7 @@ def test_options_are_checked(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("deepseek_v4", "layers of the kind WindowAndBlocks keep something else"),
+        ("deepseek_v4", "layers of the kind DeepseekV4HCACache keep something else"),
         ("minimax", "MiniMaxForCausalLM has a MiniMaxCache"),
     ],
 )

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 import inspect
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel, MixtralForCausalLM, T5Config, T5Model
+from onnx import TensorProto
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    DeepseekV4ForCausalLM,
+    MixtralForCausalLM,
+    T5Config,
+    T5Model,
+)
 
 import dynamo_moe
 from architecture_table import write_row
@@ -20,6 +30,7 @@ from dynamo_moe.files.cache_entries import KEY
 from dynamo_moe.generation import cache_of
 from dynamo_moe.language_models import example_case, performing
 from engine_checks import checked_engine
+from example_program import EXAMPLE
 from moe_architectures import ARCHITECTURES
 
 KEY_VALUE = ("key", "value")
@@ -34,9 +45,11 @@ WITHOUT_A_FILE = {
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
     "switch_transformers": "an encoder",
 }
-# Rows with padding before them are not right in transformers; by themselves they are. MiniMax asks
-# its first layer how long the text is, one without keys, and DeepSeek-V4 compresses padding, too.
-ROW_BY_ROW = ("deepseek_v4", "minimax")
+# transformers asks the first layer how long the text is, one without keys: of several rows, tokens
+# after the prompt attend to padding. Rows by themselves are right.
+ROW_BY_ROW = ("minimax",)
+# Padding is compressed with the tokens.
+WITHOUT_PADDING = ("deepseek_v4",)
 
 
 def generating() -> list[Any]:
@@ -66,7 +79,7 @@ def test_32_greedy_tokens(name: str, tmp_path: Path) -> None:
     model.generation_config.eos_token_id = None
     ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    mask[1, :4] = 1 if name in WITHOUT_PADDING else 0
     batches = [(ids, mask), (ids[:1, :7], mask[:1, :7])]
     expected = [written(name, model, *batch) for batch in batches]
     dynamo_moe.convert(model)
@@ -268,10 +281,19 @@ def test_a_prompt_in_parts_goes_on_from_the_states(tmp_path: Path) -> None:
     torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-4, atol=1e-5)
 
 
-# In blocks of 4 and 16 tokens: none waits, some do, one more is a block of both.
-@pytest.mark.parametrize("options", [{}, {"bounded_windows": True}])
-def test_blocks_of_tokens(options: dict[str, Any], tmp_path: Path) -> None:
-    model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
+BOUNDED = {"bounded_windows": True}
+
+
+# In blocks of 4 and 16 tokens: none waits, some do, one more is a block of both. With three blocks
+# for each token, an indexer chooses; its many heads have no equal scores.
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [({}, 3), *(pytest.param(each, 128, marks=pytest.mark.every) for each in ({}, BOUNDED))],
+)
+def test_blocks_of_tokens(options: dict[str, Any], chosen: int, tmp_path: Path) -> None:
+    model = ARCHITECTURES["deepseek_v4"].build(
+        sliding_window=8, index_topk=chosen, index_n_heads=2 if chosen > 3 else 24
+    )
     model.generation_config.eos_token_id = None
     dynamo_moe.convert(model)
     report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx", **options)
@@ -295,7 +317,42 @@ def test_blocks_of_tokens(options: dict[str, Any], tmp_path: Path) -> None:
         )
         text = dynamo_moe.generate(session, prompt, max_new_tokens=40)
         np.testing.assert_array_equal(text, expected)
-    assert dynamo_moe.verify(report.path, model).passed
+    verified = dynamo_moe.verify(report.path, model)
+    assert verified.passed
+    # A step and parts of a prompt behind what fills a block of 4, and one of 16.
+    lengths = [case.shapes["attention_mask"][1] for case in verified.cases]
+    assert lengths[6:] == [4, 9, 11, 16, 33, 35]
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0
+    with pytest.raises(ValueError, match=r"row 1 of attention_mask has padding, which this file"):
+        dynamo_moe.generate(session, ids, mask, max_new_tokens=1)
+
+
+def test_blocks_of_a_checkpoint_in_bfloat16(tmp_path: Path) -> None:
+    """Transformers keeps the biases of places in float32, and so what they are added to."""
+    source = ARCHITECTURES["deepseek_v4"].build(
+        compress_rates={"heavily_compressed_attention": 16, "compressed_sparse_attention": 8}
+    )
+    source.to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    model = DeepseekV4ForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+    graph = onnx.load(report.path, load_external_data=False).graph
+    dtypes = {
+        value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)
+    }
+    kept = [name for name in dtypes if name.startswith("past_key_values.")]
+    assert {dtypes[name] for name in kept} == {TensorProto.BFLOAT16, TensorProto.FLOAT}
+    for name in kept:
+        assert dtypes[name] == dtypes[name.replace("past_key_values", "present")], name
+    # A first token alone fills no block.
+    with performing(model, WITH_PAST):
+        cases = [example_case(model, 1, length, 0) for length in (1, 3, 19)]
+        for case in cases:
+            case["past_key_values"] = model.forward.cache.empty(1)
+    assert dynamo_moe.verify(report.path, model, cases).passed
 
 
 @pytest.mark.every
@@ -303,23 +360,14 @@ def test_tensorrt_builds_blocks_of_tokens(tmp_path: Path) -> None:
     model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
     dynamo_moe.convert(model)
     report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(report.path)
-
-    def shapes(batch: int, sequence: int, past: int, most: bool = False) -> dict[str, list[int]]:
-        sizes = {"batch": batch, "sequence": sequence, "past": past}
-        sizes["total_sequence"] = past + sequence
-        for rate in (4, 16):
-            sizes[f"blocks_of_{rate}"] = past // rate
-            sizes[f"rest_of_{rate}"] = rate - 1 if most else past % rate
-        return {
-            value.name: [sizes.get(size, size) for size in value.shape]
-            for value in session.get_inputs()
-        }
-
-    first, usual, largest = shapes(1, 1, 0), shapes(2, 1, 42), shapes(4, 16, 112, most=True)
-    profile = {name: (first[name], usual[name], largest[name]) for name in first}
-    engine = checked_engine(report.path, shapes=profile)
-    assert engine.built, engine.reason()
+    profiles = runpy.run_path(str(EXAMPLE / "build_text_engine.py"))["profiles"]
+    prompts, steps = profiles(str(report.path), batch=4, prompt=40, length=100)
+    assert prompts["past_key_values.0.buffer_kv"] == ((1, 0, 8), (1, 0, 8), (4, 0, 8))
+    assert steps["past_key_values.0.buffer_kv"] == ((1, 0, 8), (1, 8, 8), (4, 15, 8))
+    assert steps["past_key_values.1.compressed_kv.indexer"] == ((1, 0, 8), (1, 10, 8), (4, 24, 8))
+    for shapes in (prompts, steps):
+        engine = checked_engine(report.path, shapes=shapes)
+        assert engine.built, engine.reason()
 
 
 def test_blocks_of_a_prompt_alone(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ _TABLE = [
             "mlp_layer_types": ["hash_moe", "moe"],
             "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
             "partial_rotary_factor": 0.5,
-            # A block is 4 tokens in either kind of layer of this one, and 128 in the other.
+            # Those of published models are 128 and 4.
             "compress_rates": {
                 "heavily_compressed_attention": 16,
                 "compressed_sparse_attention": 4,
