@@ -142,8 +142,8 @@ def export(
         layers_as_functions: Blocks that repeat, each with weights of its own, are calls of one
             function of the file, in the domain ``dynamo_moe.blocks`` and named after their class:
             the file is small, and shows the model's architecture. Otherwise, and where fewer than
-            four in a row are found to be equal, their nodes are in the graph. Runtimes put them
-            there when they load the file.
+            four in a row are found to be equal, or they have loops, their nodes are in the graph.
+            Runtimes put them there when they load the file.
         repeated_blocks: ``auto``: of blocks that repeat, each with weights of its own, three are
             traced, and the others are their copies in the file, once a run of the whole model
             without values has shown that all of them run the same operators; the report says of

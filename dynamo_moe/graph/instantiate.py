@@ -9,7 +9,7 @@ as long as no weight's value decides, so the shared optimisation does without th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -227,7 +227,9 @@ class _Run:
         if len(nodes) != len(self._nodes):
             raise NotSharedError("units have different numbers of nodes")
         for node, other in zip(nodes, self._nodes, strict=True):
-            if node_key(node) != node_key(other) or len(node.inputs) != len(other.inputs):
+            if node_key(node, _graph_key) != node_key(other, _graph_key) or len(node.inputs) != len(
+                other.inputs
+            ):
                 raise NotSharedError(f"{node.name} and {other.name} differ")
             for value, its in zip(node.inputs, other.inputs, strict=True):
                 if not self._is_twin(value, its, twin):
@@ -266,9 +268,11 @@ class _Run:
 
     def _check_uses(self) -> None:
         ends, inside = set(self.ends[-1]), set(self._nodes)
+        own = {*self.ends[-2], *self._units.inputs[THIRD], *_outputs(self._nodes)}
         for node in self._nodes:
-            if any(isinstance(a, ir.Attr) and _holds_graph(a) for a in node.attributes.values()):
-                raise NotSharedError(f"{node.name} has a graph of its own")
+            captured = [value for value in _used(node)[len(node.inputs) :] if value is not None]
+            if any(value in own or self._is_unit_weight(str(value.name)) for value in captured):
+                raise NotSharedError(f"{node.name} has a graph that uses its block's own values")
             for output in node.outputs:
                 outside = any(user not in inside for user, _ in output.uses())
                 if output in self._kept:
@@ -519,6 +523,12 @@ def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
     return nodes
 
 
+def holds_graph(node: ir.Node) -> bool:
+    """Whether a node is a loop or a branch."""
+    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return any(attribute.type in kinds for attribute in node.attributes.values())
+
+
 def _used(node: ir.Node) -> list[ir.Value | None]:
     """Returns the values that a node uses, inside its graphs too."""
     used = list(node.inputs)
@@ -536,20 +546,45 @@ def _used(node: ir.Node) -> list[ir.Value | None]:
     return used
 
 
-def _holds_graph(attribute: ir.Attr) -> bool:
-    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+def node_key(node: ir.Node, graph_key: Callable[[ir.Graph], Any] = str) -> Any:
+    """Returns a key that nodes share which compute the same of their inputs.
 
+    Args:
+        node: The node.
+        graph_key: Returns a key of a graph of the node's; unless given, none share one.
+    """
 
-def node_key(node: ir.Node) -> Any:
-    """Returns a key that nodes share which compute the same of their inputs."""
-    attributes = {
-        name: (attribute.type, str(attribute.value))
-        if attribute.type != ir.AttributeType.TENSOR
-        else (attribute.as_tensor().dtype, attribute.as_tensor().tobytes())
-        for name, attribute in sorted(node.attributes.items())
-    }
+    def key(attribute: ir.Attr) -> Any:
+        if attribute.type == ir.AttributeType.TENSOR:
+            return attribute.as_tensor().dtype, attribute.as_tensor().tobytes()
+        if attribute.type == ir.AttributeType.GRAPH:
+            return graph_key(attribute.as_graph())
+        return attribute.type, str(attribute.value)
+
+    attributes = {name: key(attribute) for name, attribute in sorted(node.attributes.items())}
     outputs = [_kind(output) for output in node.outputs]
     return node.domain, node.op_type, node.overload, attributes, outputs
+
+
+def _graph_key(graph: ir.Graph) -> Any:
+    """Returns a key that graphs share which compute the same of their inputs and of values outside.
+
+    A value of the graph is known by its place, one from outside by itself.
+    """
+    places: dict[ir.Value | None, int] = {}
+    for value in graph.inputs:
+        places[value] = len(places)
+    nodes = []
+    for node in graph:
+        nodes.append((node_key(node, _graph_key), [places.get(x, x) for x in node.inputs]))
+        for output in node.outputs:
+            places[output] = len(places)
+    results = [places.get(value, value) for value in graph.outputs]
+    return [_kind(value) for value in graph.inputs], nodes, results
+
+
+def _outputs(nodes: Iterable[ir.Node]) -> list[ir.Value]:
+    return [output for node in nodes for output in node.outputs]
 
 
 def _kind(value: ir.Value) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from dynamo_moe.files.block_functions import DOMAIN, copied, inlined_name
 from dynamo_moe.files.copies import Copies, Copy
 from dynamo_moe.files.model_files import is_small
-from dynamo_moe.graph.instantiate import THIRD, Instances, ancestors, node_key
+from dynamo_moe.graph.instantiate import THIRD, Instances, ancestors, holds_graph, node_key
 
 
 def make_functions(
@@ -39,6 +39,10 @@ def make_functions(
     taken = {function.name for function in model.functions.values()}
     taken |= {node.op_type for node in model.graph.all_nodes()}
     for run in runs:
+        outlined = _Outlined(model, run, weights)
+        if outlined.holds_graphs:  # Which use constants of the file's own graph.
+            copies |= run.copies
+            continue
         kind = "_".join(dict.fromkeys(run.units.kinds))
         # Not that of an operator either: TensorRT's parser finds functions by name alone.
         numbered = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
@@ -48,7 +52,6 @@ def make_functions(
             if candidate not in taken and not onnx.defs.has(candidate)
         )
         taken.add(name)
-        outlined = _Outlined(model, run, weights)
         renamed |= outlined.replace(name)
         copies |= outlined.copies
     if DOMAIN in {domain for domain, _, _ in model.functions}:
@@ -62,7 +65,11 @@ def make_functions(
 
 
 class _Outlined:
-    """A run whose units become calls; the third is the pattern of its function."""
+    """A run whose units become calls; the third is the pattern of its function.
+
+    Attributes:
+        holds_graphs: Whether a unit has a loop or a branch.
+    """
 
     def __init__(self, model: ir.Model, run: Instances, weights: Collection[str]) -> None:
         self.copies: dict[ir.Node, Sequence[Copy]] = {**run.copies}
@@ -70,6 +77,7 @@ class _Outlined:
         self._ends = ends = run.ends
         inside = ancestors(ends[2]) - ancestors(ends[1])
         self._nodes = [node for node in model.graph if node in inside]
+        self.holds_graphs = any(map(holds_graph, self._nodes))
         self._results = [end for end in dict.fromkeys(ends[2]) if end.producer() in inside]
         used = dict.fromkeys(value for node in self._nodes for value in node.inputs)
         self._arguments = [

@@ -162,6 +162,18 @@ class IndexedBuffer(WithRoom, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         return keys
 
 
+class BlockIndexedBuffer(WithRoom, DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values beside keys by which blocks of tokens are selected (MiniMax-M3)."""
+
+    idx_keys: Any = None
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Writes the keys of new tokens, and returns all that there is room for."""
+        self.idx_keys = self._with(self.idx_keys, idx_k)
+        keys: Tensor = self.idx_keys
+        return keys
+
+
 def windowed(layer: Any) -> Any:
     """Returns a layer that keeps a window instead of transformers' that does; else the layer."""
     if type(layer) is DynamicSlidingWindowLayer:
@@ -194,6 +206,8 @@ def buffered(layer: Any, length: int) -> Any:
     buffer: WithRoom
     if type(layer) is DynamicLayer:
         buffer = Buffer()  # type: ignore[no-untyped-call]
+    elif hasattr(layer, "update_index"):
+        buffer = BlockIndexedBuffer()  # type: ignore[no-untyped-call]
     elif type(layer) is DynamicIndexedLayer:
         buffer = IndexedBuffer()  # type: ignore[no-untyped-call]
     elif type(layer) is LinearAttentionAndFullAttentionLayer:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynamo_moe.private.pytorch import FakeTensor
+
 
 class TokenBlocks:
     """What the compressors of a layer keep between calls, by the methods of transformers' cache.
@@ -59,8 +61,10 @@ class TokenBlocks:
         self._completed[name] = completed
         self.buffer_kv[name] = kv[:, completed * rate :]
         self.buffer_gate[name] = gate[:, completed * rate :]
-        # The model asks whether there is a block, or whether there are two that overlap.
-        more = 1 + self.overlap if isinstance(completed, torch.SymInt) else 0
+        # The model asks whether there is a block, or whether there are two that overlap. A trace is
+        # compared with runs without values, which run the same operators.
+        without_values = kv.is_meta or isinstance(kv, FakeTensor)
+        more = 1 + self.overlap if without_values else 0
         end = (completed + more) * rate
         first = self.compressed_kv[name].shape[1] * rate
         return _of_length(kv, end), _of_length(gate, end), first
@@ -102,9 +106,9 @@ class TokenBlocks:
 
 def _of_length(tokens: Tensor, length: Any) -> Tensor:
     """Returns the first tokens, or all and zeros, so that a trace has this very length."""
-    if not isinstance(length, torch.SymInt):
-        return tokens[:, :length]
     batch, given, width = tokens.shape
+    if isinstance(length, int) and length <= given:
+        return tokens[:, :length]
     return torch.cat([tokens, tokens.new_zeros(batch, length - given, width)], dim=1)
 
 

@@ -210,6 +210,18 @@ def test_values_of_weights_do_not_decide(tmp_path: Path, name: str) -> None:
     dynamo_moe.verify(tmp_path / "model.onnx", model)
 
 
+def test_blocks_with_a_loop(tmp_path: Path) -> None:
+    model = of_kinds(*[Normalises] * 5)()
+    report = dynamo_moe.export(model, torch.zeros(2, WIDTH), tmp_path / "model.onnx")
+    assert report.blocks == ("5 of Normalises: 3 traced",)
+    assert report.nodes["Loop"] == 5
+    dynamo_moe.verify(tmp_path / "model.onnx", model)
+    example = torch.zeros(2, WIDTH)
+    functions = dynamo_moe.export(model, example, report.path, layers_as_functions=True)
+    assert functions.nodes == report.nodes  # A function would not have the loops' constants.
+    dynamo_moe.verify(report.path, model)
+
+
 # --- Why blocks are not shared ---
 
 
@@ -253,12 +265,24 @@ class Windows(Block):
 
 
 class Normalises(Block):
-    """Its repeated divisions become a loop."""
+    """Its repeated divisions become a loop, whose graph has what they add."""
 
     def compute(self, y: Tensor) -> Tensor:
         for _ in range(6):
-            y = y / (y.sum(-1, keepdim=True) + 1e-6)
+            y = y / (y.sum(-1, keepdim=True) + self.least())
         return y
+
+    def least(self) -> Tensor | float:
+        return 1e-6
+
+
+class NormalisesByWeight(Normalises):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.weight = nn.Parameter(torch.rand(1) + WIDTH)
+
+    def least(self) -> Tensor:
+        return self.weight
 
 
 ALONE = "5 of {}: traced one by one: {}"
@@ -276,7 +300,10 @@ REASONS: list[tuple[Make, str]] = [
     ),
     (of_kinds(*[Windows] * 5), ALONE.format("Windows", "they differ in window")),
     (of_kinds(*[ReadsSize] * 5), "traced one by one: the model cannot run without values: "),
-    (of_kinds(*[Normalises] * 5), "traced one by one: blocks.2/Div/Loop has a graph of its own"),
+    (
+        of_kinds(*[NormalisesByWeight] * 5),
+        "traced one by one: blocks.2/Div/Loop has a graph that uses its block's own values",
+    ),
     (of_kinds(*[ByTable] * 5), "traced one by one: the model runs at no larger sizes: "),
 ]
 

@@ -110,8 +110,9 @@ def test_one_buffer_can_be_both(mixtral: tuple[Any, Path]) -> None:
         np.testing.assert_allclose(values[name].numpy(), tensor, rtol=1e-4, atol=1e-5)
 
 
-# gpt-oss has windows and sinks, LFM2 states of convolutions, DeepSeek-V3.2 keys of an indexer.
-KINDS = ("gpt_oss", "lfm2_moe", "deepseek_v32")
+# gpt-oss has windows and sinks, LFM2 states of convolutions, DeepSeek-V3.2 keys of an indexer,
+# MiniMax-M3 keys of blocks.
+KINDS = ("gpt_oss", "lfm2_moe", "deepseek_v32", "minimax_m3_vl")
 OTHERS = (
     *("axk2", "bailing_hybrid", "dots3_note", "glm_moe_dsa", "granitemoehybrid", "hy_v4"),
     *(
