@@ -240,6 +240,8 @@ def _calls_of_pytorch(case: Case, model: Any) -> dict[str, Callable[[], Array]]:
     import torch
     from transformers import DynamicCache
 
+    from dynamo_moe.language_models.caches import cache_argument
+
     torch.set_num_threads(1)
     feeds = inputs(case)
 
@@ -250,9 +252,10 @@ def _calls_of_pytorch(case: Case, model: Any) -> dict[str, Callable[[], Array]]:
             for layer in range(LAYERS):
                 cache.update(given[f"{layer}.key"], given[f"{layer}.value"], layer)
         ids, mask = given["input_ids"], given["attention_mask"]
+        name = cache_argument(model.forward)
         with torch.inference_mode():
             found: Array = model(
-                input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True
+                input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}
             ).logits.numpy()
         return found[:, -1]
 
