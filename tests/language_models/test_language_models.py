@@ -281,6 +281,30 @@ def test_a_prompt_in_parts_goes_on_from_the_states(tmp_path: Path) -> None:
     torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v32",
+        *(pytest.param(n, marks=pytest.mark.every) for n in ("dots3_note", "glm_moe_dsa")),
+    ],
+)
+def test_an_indexer_that_chooses_tokens(name: str, tmp_path: Path) -> None:
+    """Five of up to 70; its many heads have no equal scores."""
+    model = ARCHITECTURES[name].build(index_topk=5, index_n_heads=24)
+    model.generation_config.eos_token_id = None
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "model.onnx")
+    for length in (1, 30):
+        ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(ids)
+        expected = model.generate(
+            ids, attention_mask=mask, max_new_tokens=40, do_sample=False, pad_token_id=0
+        )
+        text = dynamo_moe.generate(report.path, ids, max_new_tokens=40)
+        np.testing.assert_array_equal(text, expected)
+    assert dynamo_moe.verify(report.path, model).passed
+
+
 BOUNDED = {"bounded_windows": True}
 
 
