@@ -88,7 +88,7 @@ class WindowAndBlocks(TokenBlocks, Window):
 
     @values.setter
     def values(self, values: Any) -> None:
-        pass
+        """Keeps nothing: what the base sets are the keys."""
 
 
 class WithRoom:

@@ -429,7 +429,7 @@ def _kept(
     elif block is not None:
         number = _OF_BLOCKS.get(attribute)
         shape = (BATCH, block if number is None else number(block), *shape[2:])
-        reason = "in blocks of fewer than 3" if block < _SMALLEST_BLOCK else ""
+        reason = f"in blocks of fewer than {_SMALLEST_BLOCK}" if block < _SMALLEST_BLOCK else ""
     elif any(pair[0] != pair[1] and pair not in {rooms, *symbols} for pair in sizes):
         reason = "whose length is not the number of tokens"
     elif PAST not in shape and not is_written and attribute not in _STATES:

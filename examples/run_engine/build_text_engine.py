@@ -25,11 +25,10 @@ def shapes(path: str, **sizes: tuple[int, int, int]) -> dict[str, Shapes]:
         part = re.fullmatch(r"(last|blocks_of|rest_of)_(\d+)", dim.dim_param)
         if part:
             past, number = sizes["past"], int(part[2])
-            if (
-                part[1] == "rest_of"
-            ):  # Any number of tokens may wait for a block, if there are some.
-                return (0, past[1] % number, min(past[2], number - 1))[at]
-            return min(number, past[at]) if part[1] == "last" else past[at] // number
+            # Any number of tokens may wait for a block, from none to one less than a block.
+            waiting = 0, past[1] % number, min(past[2], number - 1)
+            parts = {"last": min(number, past[at]), "blocks_of": past[at] // number}
+            return parts.get(part[1], waiting[at])
         return sizes[dim.dim_param][at] if dim.dim_param else dim.dim_value
 
     inputs = onnx.load(path, load_external_data=False).graph.input

@@ -395,7 +395,7 @@ def test_tensorrt_builds_blocks_of_tokens(tmp_path: Path) -> None:
 
 
 def test_blocks_of_a_prompt_alone(tmp_path: Path) -> None:
-    """A model without a cache has blocks of all its tokens, how many these may be."""
+    """A model without a cache has blocks of all its tokens, however many these are."""
     model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)
     dynamo_moe.convert(model)
     path = tmp_path / "model.onnx"

@@ -51,7 +51,7 @@ _VISION: dict[str, Any] = {
 }
 
 
-def _version(version: str, reason: str) -> str:
+def _only_in(version: str, reason: str) -> str:
     """Returns a reason that a version of transformers alone has."""
     return reason if transformers.__version__ == version else ""
 
@@ -251,7 +251,7 @@ PICTURE_MODELS = {
             "Llama4ForConditionalGeneration",
             "Llama4Config",
             _PROJECTED,
-            refused=_version("5.24.0", "object has no attribute 'image_outputs'"),
+            refused=_only_in("5.24.0", "object has no attribute 'image_outputs'"),
         ),
         PictureModel(
             "mistral_large4",
