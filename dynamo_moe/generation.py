@@ -17,7 +17,7 @@ import numpy as np
 
 from dynamo_moe.files import model_parts
 from dynamo_moe.files.cache_entries import KEY, PAST_LENGTH, CacheEntry, loads
-from dynamo_moe.files.model_parts import FILES, GRID, grid_positions
+from dynamo_moe.files.model_parts import FILES, GRID, files_in, grid_positions
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PAST, _PRESENT = "past_key_values.", "present."
 _FEATURES = "image_features"
+_ENCODER_MASK = "encoder_attention_mask"
 _DTYPES = {
     "tensor(double)": "float64",
     "tensor(float)": "float32",
@@ -43,6 +44,7 @@ def generate(
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    decoder_input_ids: ArrayLike | None = None,
     **pictures: ArrayLike,
 ) -> NDArray[np.int64]:
     """Writes text with files of :func:`export_language_model`, the most likely token each time.
@@ -53,32 +55,38 @@ def generate(
 
     Args:
         path: The file, or a session of ONNX Runtime with it, which need not load it again; or the
-            folder of a model that sees pictures.
-        input_ids: The prompts, ``[B, L]``; a row that is shorter has padding on its left.
+            folder of a model that sees pictures or has an encoder.
+        input_ids: The prompts, ``[B, L]``; a row that is shorter has padding on its left, or
+            anywhere if an encoder reads it.
         attention_mask: ``[B, L]``, 0 for padding; None: there is none.
         max_new_tokens: How many tokens are written at most.
         eos_token_id: The tokens that end a row. When all rows have ended, no more are written.
         pad_token_id: What follows in a row that has ended; None: the first of ``eos_token_id``.
-        pictures: With a folder, what its ``vision.onnx`` takes, by name: ``pixel_values``, and
-            ``image_grid_thw`` if it does, as the model's image processor makes them. The pictures
-            are those of all rows in order; each has its tokens in ``input_ids``.
+        decoder_input_ids: Behind an encoder, all that the text begins with, ``[B, S]``; None: the
+            token that the model begins with.
+        pictures: With the folder of a model that sees some, what its ``vision.onnx`` takes, by
+            name: ``pixel_values``, and ``image_grid_thw`` if it does, as the model's image
+            processor makes them. The pictures are those of all rows in order; each has its tokens
+            in ``input_ids``.
 
     Returns:
-        The prompts with what follows, ``[B, L + new]``, as ``generate`` of transformers does.
+        The prompts with what follows, ``[B, L + new]``, as ``generate`` of transformers does;
+        behind an encoder, ``decoder_input_ids`` with what follows, ``[B, S + new]``.
 
     Raises:
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If the file is no language model that this can run, a prompt is empty or has
             padding on its right, or any where the file compresses blocks of tokens, a number is out
-            of range, the text would be longer than the file's cache, or the pictures are not those
-            that the folder takes and the prompts have tokens of.
+            of range, the text would be longer than the file's cache, the pictures are not those
+            that the folder takes and the prompts have tokens of, or ``decoder_input_ids`` are given
+            without an encoder, or are missing where the model does not say what it begins with.
     """
-    text, mask = _prompts(input_ids, attention_mask)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     ends = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     padding = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
-    model = _model(path, text, mask, {name: np.asarray(x) for name, x in pictures.items()})
+    arrays = {name: np.asarray(x) for name, x in pictures.items()}
+    model, text, mask = _begun(path, _prompts(input_ids, attention_mask), decoder_input_ids, arrays)
     model.check_padding(mask)
     model.check_length(text.shape[1] + max_new_tokens - 1)  # The last is not read.
     has_ended = np.zeros((len(text), 1), bool)
@@ -115,12 +123,17 @@ def _prompts(
         raise ValueError(f"input_ids must be at least 0, got {int(text.min())}")
     if not np.isin(mask, (0, 1)).all():
         raise ValueError("attention_mask must hold 0 for padding, and 1")
-    for row, seen in enumerate(mask.astype(np.int64)):
-        if not seen[-1] or (np.diff(seen) < 0).any():
-            raise ValueError(
-                f"padding must be on the left: row {row} of attention_mask has 0 after 1, or no 1"
-            )
+    if not mask.any(1).all():
+        raise ValueError(f"row {int(mask.any(1).argmin())} of attention_mask has no 1")
     return text.astype(np.int64), mask.astype(np.int64)
+
+
+def _check_padding_is_left(mask: NDArray[np.int64]) -> None:
+    for row, seen in enumerate(mask):
+        if (np.diff(seen) < 0).any():
+            raise ValueError(
+                f"padding must be on the left: row {row} of attention_mask has 0 after 1"
+            )
 
 
 def _session(
@@ -137,26 +150,50 @@ def _session(
     )
 
 
-def _model(
+def _begun(
     path: str | os.PathLike[str] | onnxruntime.InferenceSession,
-    text: NDArray[np.int64],
-    mask: NDArray[np.int64],
+    prompts: tuple[NDArray[np.int64], NDArray[np.int64]],
+    decoder_input_ids: ArrayLike | None,
     pictures: dict[str, NDArray[Any]],
-) -> _Model:
-    """Returns a file, or the parts of a folder, before a prompt."""
-    if isinstance(path, (str, os.PathLike)) and Path(path).is_dir():
-        missing = [name for name in FILES.values() if not (Path(path) / name).is_file()]
-        if missing:
-            raise ValueError(f"folder {os.fspath(path)} has no {', '.join(missing)}")
-        vision, embedding, decoder = (_session(Path(path) / name) for name in FILES.values())
-        seen = _seen(vision, pictures)
-        return _SeeingModel(embedding, decoder, seen, text, mask, pictures.get(GRID))
-    if pictures:
+) -> tuple[_Model, NDArray[np.int64], NDArray[np.int64]]:
+    """Returns a file or the parts of a folder, the text that it goes on from, and its mask."""
+    text, mask = prompts
+    is_folder = isinstance(path, (str, os.PathLike)) and Path(path).is_dir()
+    sessions = {part: _session(file) for part, file in files_in(path).items()} if is_folder else {}
+    decoder = sessions["decoder"] if sessions else _session(path)
+    if pictures and "vision" not in sessions:
+        what = "a file alone" if not sessions else "an encoder of text"
         raise ValueError(
-            f"a file alone sees no pictures ({', '.join(pictures)}): pass the folder of a model "
-            "that does"
+            f"{what} sees no pictures ({', '.join(pictures)}): pass the folder of a model that does"
         )
-    return _Model(_session(path), len(text))
+    if "encoder" in sessions:
+        begin = _beginning(_part(decoder), len(text), decoder_input_ids)
+        model = _WritingModel(sessions["encoder"], decoder, text, mask)
+        return model, begin, np.ones_like(begin)
+    if decoder_input_ids is not None:
+        raise ValueError("decoder_input_ids are for the folder of a model with an encoder")
+    _check_padding_is_left(mask)
+    if not sessions:
+        return _Model(decoder, len(text)), text, mask
+    seen, grids = _seen(sessions["vision"], pictures), pictures.get(GRID)
+    return _SeeingModel(sessions["embedding"], decoder, seen, text, mask, grids), text, mask
+
+
+def _beginning(
+    part: model_parts.ModelPart, batch: int, decoder_input_ids: ArrayLike | None
+) -> NDArray[np.int64]:
+    """Returns what a decoder's text begins with, ``[B, S]``."""
+    if decoder_input_ids is None:
+        start = part.decoder_start_token_id
+        if start is None:
+            raise ValueError("the model does not say what it begins with: pass decoder_input_ids")
+        return np.full((batch, 1), start)
+    text = np.asarray(decoder_input_ids)
+    if text.ndim != 2 or len(text) != batch or not text.size or text.dtype.kind not in "iu":
+        raise ValueError(
+            f"decoder_input_ids must be integers [{batch}, S], got {text.dtype} {list(text.shape)}"
+        )
+    return text.astype(np.int64)
 
 
 class _Model:
@@ -287,6 +324,32 @@ class _SeeingModel(_Model):
             self._positions = np.tile(self._following[:, None], (3, 1, 1))
             self._following = self._following + 1
         return given
+
+
+class _WritingModel(_Model):
+    """A decoder behind an encoder, which has read the prompts."""
+
+    def __init__(
+        self,
+        encoder: onnxruntime.InferenceSession,
+        decoder: onnxruntime.InferenceSession,
+        text: NDArray[np.int64],
+        mask: NDArray[np.int64],
+    ) -> None:
+        names = [value.name for value in encoder.get_outputs()]
+        self.further = (_ENCODER_MASK, *names)
+        super().__init__(decoder, len(text))
+        binding = encoder.io_binding()
+        for name, array in {"input_ids": text, "attention_mask": mask}.items():
+            binding.bind_ortvalue_input(name, _value(array))
+        for name in names:
+            binding.bind_output(name)
+        encoder.run_with_iobinding(binding)
+        read = dict(zip(names, binding.get_outputs(), strict=True))
+        self._kept |= read | {_ENCODER_MASK: _value(mask)}
+
+    def _given(self, new: NDArray[np.int64], mask: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        return {"input_ids": new}
 
 
 def _seen(

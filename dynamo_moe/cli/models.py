@@ -34,6 +34,7 @@ from dynamo_moe.cli.model_loading import (
     parse_dynamic,
 )
 from dynamo_moe.cli.outcomes import Outcome, named_finally, unverified
+from dynamo_moe.files.model_parts import PARTS
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
 
 if TYPE_CHECKING:
@@ -171,14 +172,16 @@ def export(
             "text-generation",
             "feature-extraction",
             "image-text-to-text",
+            "text2text-generation-with-past",
         ]
         | None,
         typer.Option(
             metavar="TASK",
             help="What the file does: [cyan]text-generation-with-past[/], "
             "[cyan]text-generation[/] or [cyan]feature-extraction[/]. With "
-            "[cyan]image-text-to-text[/], for a model that sees pictures, OUT is a folder of three "
-            "files.",
+            "[cyan]image-text-to-text[/], for a model that sees pictures, and "
+            "[cyan]text2text-generation-with-past[/], for one with an encoder, OUT is a folder of "
+            "several files.",
             show_default="text-generation-with-past",
             rich_help_panel=_CHECKPOINTS,
         ),
@@ -359,7 +362,7 @@ def export(
         )
         rounding = _rounding(quantize, quantize_linear, group, quantize_ignore)
         out = _one_output(out, output)
-        is_folder = folder_format is not None or task == "image-text-to-text"
+        is_folder = folder_format is not None or task in PARTS
         out = out.resolve() if is_folder else out
         hf = hf or is_checkpoint(model)
         _check_source(

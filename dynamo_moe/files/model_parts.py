@@ -1,4 +1,4 @@
-"""What the files of a model that sees pictures say of themselves, so that a generic loop runs them.
+"""What the files of a model of several parts say of themselves, so that a generic loop runs them.
 
 The output of a file is the input of that name of a later one.
 
@@ -8,7 +8,9 @@ Legend: B batch, L tokens of a prompt, I pictures.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -19,14 +21,17 @@ if TYPE_CHECKING:
 KEY = "dynamo_moe.part"
 """Metadata key: a :class:`ModelPart` in JSON."""
 
-PartName = Literal["vision", "embedding", "decoder"]
+PartName = Literal["vision", "embedding", "encoder", "decoder"]
+PartTask = Literal["image-text-to-text", "text2text-generation-with-past"]
 
-FILES: dict[PartName, str] = {
-    "vision": "vision.onnx",
-    "embedding": "embedding.onnx",
-    "decoder": "decoder.onnx",
+PARTS: dict[PartTask, tuple[PartName, ...]] = {
+    "image-text-to-text": ("vision", "embedding", "decoder"),
+    "text2text-generation-with-past": ("encoder", "decoder"),
 }
-"""The name of each part's file in its folder, in the order in which they run."""
+"""The parts of a task that takes several files, in the order in which they run."""
+
+FILES: dict[PartName, str] = {part: f"{part}.onnx" for parts in PARTS.values() for part in parts}
+"""The name of each part's file in its folder."""
 
 GRID = "image_grid_thw"
 """Frames, rows and columns of each picture's patches, ``[I, 3]``."""
@@ -40,22 +45,42 @@ class ModelPart:
         name: What it does. ``vision``: from pictures to ``image_features``, a row for each token
             that stands for a part of a picture, and further features of such rows. ``embedding``:
             from tokens to ``inputs_embeds``, with those rows at their tokens, in order.
-            ``decoder``: from ``inputs_embeds`` to logits.
-        image_token_id: The token that stands for a part of a picture.
+            ``encoder``: from tokens to the keys and values that the decoder's layers see of them.
+            ``decoder``: from ``inputs_embeds``, or from tokens and those keys and values, to
+            logits.
+        image_token_id: The token that stands for a part of a picture; None: there is none.
         positions: How the decoder counts tokens. ``text``: from the attention mask, by itself.
             ``grid``: it takes ``position_ids`` ``[3, B, S]``, see :func:`grid_positions`.
         spatial_merge_size: With ``grid``, so many rows and columns of patches make one token.
+        decoder_start_token_id: What the text of a decoder behind an encoder begins with; None: the
+            model does not say, or has no encoder.
     """
 
     name: PartName
-    image_token_id: int
+    image_token_id: int | None = None
     positions: Literal["text", "grid"] = "text"
     spatial_merge_size: int = 1
+    decoder_start_token_id: int | None = None
+
+
+def files_in(folder: str | os.PathLike[str]) -> dict[PartName, Path]:
+    """Returns the files of a folder by their parts, in the order in which they run.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    has_encoder = (Path(folder) / FILES["encoder"]).is_file()
+    task: PartTask = "text2text-generation-with-past" if has_encoder else "image-text-to-text"
+    files = {part: Path(folder) / FILES[part] for part in PARTS[task]}
+    missing = [file.name for file in files.values() if not file.is_file()]
+    if missing:
+        raise ValueError(f"folder {os.fspath(folder)} has no {', '.join(missing)}")
+    return files
 
 
 def dumps(part: ModelPart) -> str:
-    """Returns the metadata of a part."""
-    return json.dumps(vars(part))
+    """Returns the metadata of a part, without what it has none of."""
+    return json.dumps({key: value for key, value in vars(part).items() if value is not None})
 
 
 def loads(text: str) -> ModelPart:

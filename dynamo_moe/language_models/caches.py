@@ -49,6 +49,7 @@ _RUNS = ((2, 3), (3, 5))
 _MORE_ROOM = 7
 # Attributes whose zeros are what a model computes with where nothing is before.
 _STATES = frozenset({"conv_states", "recurrent_states", "linear_cache"})
+_READ = 4  # The tokens that an encoder reads.
 _SMALLEST_BLOCK = 3  # Two tokens of an example wait for one to be full.
 # Of what TokenBlocks keeps, the numbers that depend on the tokens so far.
 _OF_BLOCKS = {"compressed_kv": blocks_of, "buffer_kv": rest_of, "buffer_gate": rest_of}
@@ -128,7 +129,7 @@ class KeptTensor:
 
 
 class ModelCache:
-    """The cache of a model, as its own code makes and updates it.
+    """The cache of a model, or of its decoder, as its own code makes and updates it.
 
     Attributes:
         length: The tokens that it has room for; None: it grows.
@@ -151,15 +152,9 @@ class ModelCache:
 
         Raises:
             ExportError: If the model does not run.
-            ValueError: If it has an encoder or no cache, or keeps something that a file cannot:
-                tensors whose length is no number of tokens, or that may begin with other numbers
-                than zeros.
+            ValueError: If it has no cache, or keeps something that a file cannot: tensors whose
+                length is no number of tokens, or that may begin with other numbers than zeros.
         """
-        if model.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(model).__name__} has an encoder, whose keys and values a file cannot keep: "
-                "use export, with decoder_input_ids"
-            )
         self.length = length = cache_length
         # Of two lengths, too, so that tensors show which dimension it is.
         rooms = (None, None) if length is None else (length, length + _MORE_ROOM)
@@ -327,12 +322,27 @@ def _after_a_run(
     from transformers import DynamicCache
 
     with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
-        cache = _run(model, sizes)
+        cache, _ = _run(model, sizes)
         if type(cache) is DynamicCache:
-            cache = DynamicCache(config=model.config)
+            owner: Any = model
+            decoder = owner.get_decoder() if model.config.is_encoder_decoder else model
+            cache = DynamicCache(config=decoder.config)
             cache.layers = [change(layer) for layer in cache.layers]
-            _run(model, sizes, **{cache_argument(model.forward): cache})
+            _run(model, sizes, cache)
     return cache
+
+
+def cross_attention(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    """Returns what each layer of a decoder keeps of its encoder, without values, ``[B, G, T, C]``.
+
+    Raises:
+        ExportError: If the model does not run.
+        ValueError: If it has no cache.
+    """
+    with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
+        _, encoded = _run(model, _RUNS[0])
+    layers: list[Any] = [] if encoded is None else encoded.layers
+    return [(layer.keys, layer.values) for layer in layers if layer.keys is not None]
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
@@ -352,23 +362,44 @@ class _CopiesAreClones(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(model: PreTrainedModel, sizes: tuple[int, int], **options: Any) -> Cache:
+def _run(
+    model: PreTrainedModel, sizes: tuple[int, int], given: Cache | None = None
+) -> tuple[Cache, Cache | None]:
+    """Returns what a model keeps of its own tokens, and what its decoder keeps of its encoder's."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    name = cache_argument(model.forward)
     with naming_unconverted(model):
         try:
             with tracer.failures_unsaid(), without_values(), _CopiesAreClones():
                 ids = torch.zeros(sizes, dtype=torch.int64)
-                arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                outputs = model(**arguments, use_cache=True, **options)
+                arguments: dict[str, Any] = {
+                    "input_ids": ids,
+                    "attention_mask": torch.ones_like(ids),
+                }
+                if model.config.is_encoder_decoder:
+                    read = torch.zeros(sizes[0], _READ, dtype=torch.int64)
+                    owner: Any = model
+                    encoded_text = owner.get_encoder()(read, attention_mask=torch.ones_like(read))
+                    arguments = {f"decoder_{key}": value for key, value in arguments.items()}
+                    arguments |= {"encoder_outputs": encoded_text}
+                    if given is not None:
+                        given = EncoderDecoderCache(given, DynamicCache())
+                if given is not None:
+                    arguments[name] = given
+                outputs = model(**arguments, use_cache=True)
         except Exception as error:  # The model's own code runs.
             raise ExportError(failures.explain(error)) from error
-    name = cache_argument(model.forward)
-    cache: Cache | None = getattr(outputs, name, None)
+    cache: Any = getattr(outputs, name, None)
+    encoded: Cache | None = None
+    if isinstance(cache, EncoderDecoderCache):
+        cache, encoded = cache.self_attention_cache, cache.cross_attention_cache
     if cache is None or not hasattr(cache, "layers"):
         raise ValueError(
             f"{type(model).__name__} gives no cache of transformers, {name} is {cache!r}: use task "
             "text-generation"
         )
-    return cache
+    return cache, encoded
 
 
 def _change(*, bounded_windows: bool, length: int | None) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dynamo_moe.evaluation import evaluating
-from dynamo_moe.files.cache_entries import PAST_LENGTH
+from dynamo_moe.files.cache_entries import MASK, PAST_LENGTH
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.language_models.caches import ModelCache, Past
 from dynamo_moe.language_models.forwards import cache_of, parts_of
@@ -48,7 +48,7 @@ def example_case(
     cache = cache_of(model)
     parts = parts_of(model)
     if parts is not None and cache is None:
-        return parts.case()
+        return parts.cases()[0]
     if cache is None:
         cached = 0
     elif cached is None:
@@ -102,33 +102,36 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
     for number, (batch, new, past) in enumerate(sizes):
         if cache is None:
             case = example_case(model, batch, new)
+            mask, first = case[MASK], 0
             if number == 3:
-                case["attention_mask"][0, :30] = case["attention_mask"][1, 20:] = 0
-            first = 0
+                mask[0, :30] = mask[1, 20:] = 0
         else:
             if cache.length is not None and past + new > cache.length:
                 continue
             only = one_goes_on and new > 1 and past > 0
             case = example_case(model, 1 if only else batch, new, past)
-            case["attention_mask"][-1, : _PADDING.get(number, 0)] = 0
+            mask = case.get(MASK)  # A decoder behind an encoder has none.
+            if mask is not None:
+                mask[-1, : _PADDING.get(number, 0)] = 0
             if not cache.is_plain:
                 case["past_key_values"] = _past_of(model, cache, case, past)
             first = past
-        kept = case["attention_mask"][:, first : first + new] == 1
+        kept = None if mask is None else mask[:, first : first + new] == 1
         drawn.append(DrawnCase(case, optional=number > 2, kept=kept))
     return drawn
 
 
 def _past_of(model: PreTrainedModel, cache: ModelCache, case: dict[str, Any], past: int) -> Past:
     """Returns what a model keeps of random tokens before a case's own."""
-    mask = case["attention_mask"][:, :past]
-    empty = cache.empty(len(mask))
+    batch = len(next(iter(case.values())))
+    empty = cache.empty(batch)
     if not past:
         return empty
-    prompt = example_case(model, len(mask), past, 0)
+    prompt = example_case(model, batch, past, 0)
+    if MASK in case:
+        prompt[MASK] = case[MASK][:, :past]
     with evaluating(model), torch.no_grad():
-        given = {"attention_mask": mask, "past_key_values": empty}
-        kept: Past = model.forward(**prompt | given)[1]
+        kept: Past = model.forward(**prompt | {"past_key_values": empty})[1]
     return kept
 
 

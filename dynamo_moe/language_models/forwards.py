@@ -16,30 +16,28 @@ import torch
 from torch import Tensor
 
 from dynamo_moe.files.cache_entries import PAST_LENGTH
-from dynamo_moe.files.model_parts import FILES, PartName
+from dynamo_moe.files.model_parts import FILES, PartName, PartTask
 from dynamo_moe.language_models.caches import ModelCache, Past, cache_argument
-from dynamo_moe.language_models.parts import EMBEDS, FEATURES, Parts
+from dynamo_moe.language_models.encoders import EncoderParts
+from dynamo_moe.language_models.parts import Parts
+from dynamo_moe.language_models.pictures import PictureParts
 from dynamo_moe.tracing.exportable_models import exportable_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Task = Literal[
-    "text-generation-with-past", "text-generation", "feature-extraction", "image-text-to-text"
-]
-TASKS: tuple[str, ...] = get_args(Task)
-Role = Literal["text-generation-with-past", "text-generation", "feature-extraction"] | PartName
-"""What a file does: a task, or one of the parts of ``image-text-to-text``."""
+FileTask = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
+Task = FileTask | PartTask
+TASKS: tuple[str, ...] = (*get_args(FileTask), *get_args(PartTask))
+Role = FileTask | PartName
+"""What a file does: a task, or one of the parts of one."""
 
 RESULTS: dict[Role, str] = {
     "text-generation-with-past": "logits",
     "text-generation": "logits",
     "feature-extraction": "last_hidden_state",
-    "vision": FEATURES,
-    "embedding": EMBEDS,
-    "decoder": "logits",
 }
-"""What a file of a role gives first."""
+"""What the file of a task gives first."""
 
 # Held while a forward is replaced or restored.
 _REPLACING = Lock()
@@ -59,7 +57,7 @@ def performing(
     past_key_values)``, with a tuple of tensors, such as (keys, values), for each layer that keeps
     some; it returns (logits, list of such tuples). With ``cache_length``, another argument is in
     front of ``past_key_values``: ``past_sequence_length``. For the other tasks of one file
-    ``forward(input_ids, attention_mask)`` returns one tensor; the parts of ``image-text-to-text``
+    ``forward(input_ids, attention_mask)`` returns one tensor; the parts of a task of several files
     take and return what their files do. Contexts of one role may overlap, also in several threads;
     the last to end restores the forward.
     :func:`verify` does this itself.
@@ -67,7 +65,7 @@ def performing(
     Raises:
         ValueError: As :func:`export_language_model`.
     """
-    if role not in RESULTS:
+    if role not in RESULTS and role not in FILES:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {role!r}")
     with _REPLACING:
         performed: Any = model.forward
@@ -76,6 +74,11 @@ def performing(
             if role in FILES:
                 performed = _part(model, role, bounded_windows=bounded_windows)
             elif role == "text-generation-with-past":
+                if model.config.is_encoder_decoder:
+                    raise ValueError(
+                        f"{type(model).__name__} has an encoder: use task "
+                        "'text2text-generation-with-past'"
+                    )
                 performed = _with_past(
                     model, bounded_windows=bounded_windows, cache_length=cache_length
                 )
@@ -101,11 +104,9 @@ def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
-    firsts: dict[PartName, str] = {"vision": "pixel_values", "embedding": "input_ids"}
-    for part, first in (firsts | {"decoder": EMBEDS}).items():
-        others = FEATURES in inputs if part == "embedding" else True
-        if inputs[:1] == [first] and outputs[:1] == [RESULTS[part]] and others:
-            return part
+    part = EncoderParts.role_of(inputs, outputs) or PictureParts.role_of(inputs, outputs)
+    if part is not None:
+        return part
     if list(inputs[:2]) != ["input_ids", "attention_mask"] or not outputs:
         return None
     kept = inputs[3:] if list(inputs[2:3]) == [PAST_LENGTH] else inputs[2:]
@@ -114,8 +115,8 @@ def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
         return "text-generation-with-past" if outputs[0] == "logits" else None
     if len(inputs) != 2 or len(outputs) != 1:
         return None
-    roles: tuple[Role, ...] = ("text-generation", "feature-extraction")
-    return next((role for role in roles if outputs[0] == RESULTS[role]), None)
+    tasks: tuple[FileTask, ...] = ("text-generation", "feature-extraction")
+    return next((task for task in tasks if outputs[0] == RESULTS[task]), None)
 
 
 def cache_of(model: PreTrainedModel) -> ModelCache | None:
@@ -133,7 +134,7 @@ def _with_past(
     *,
     bounded_windows: bool,
     cache_length: int | None = None,
-    parts: Parts | None = None,
+    parts: PictureParts | None = None,
 ) -> Callable[..., Any]:
     cache = ModelCache(model, bounded_windows=bounded_windows, cache_length=cache_length)
     original = model.forward
@@ -208,13 +209,19 @@ def _with_past(
 
 
 def _part(model: PreTrainedModel, part: PartName, *, bounded_windows: bool) -> Callable[..., Any]:
-    parts = Parts(model, part)
-    if part == "decoder":
-        performed: Any = _with_past(model, bounded_windows=bounded_windows, parts=parts)
+    parts: Parts
+    if part == "encoder" or (part == "decoder" and model.config.is_encoder_decoder):
+        parts = encoding = EncoderParts(model, part, bounded_windows=bounded_windows)
+        if part == "decoder":
+            performed: Any = encoding.decoding()
+            performed.cache = encoding.cache
     else:
+        parts = seeing = PictureParts(model, part)
+        if part == "decoder":
+            performed = _with_past(model, bounded_windows=bounded_windows, parts=seeing)
+    if part != "decoder":
         performed = parts.performed()
-        performed.unused = parts.decoder  # An export does not warn of its experts.
-    performed.parts = parts
+    performed.parts, performed.unused = parts, parts.unused
     replacement: Callable[..., Any] = performed
     return replacement
 

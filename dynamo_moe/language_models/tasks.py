@@ -17,8 +17,8 @@ from dynamo_moe.evaluation import check_model
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries, library_operators, model_parts
-from dynamo_moe.files.cache_entries import PAST_LENGTH, SEQUENCE, TOTAL, CacheEntry
-from dynamo_moe.files.model_parts import FILES, PartName
+from dynamo_moe.files.cache_entries import MASK, PAST_LENGTH, SEQUENCE, TOTAL, CacheEntry
+from dynamo_moe.files.model_parts import FILES, PARTS, PartName, PartTask
 from dynamo_moe.language_models.caches import ModelCache
 from dynamo_moe.language_models.cases import (
     LEAST_ROOM,
@@ -85,10 +85,17 @@ def export_language_model(
       ``position_ids`` ``[3, B, S]`` where a token's place is one in time, height and width. Their
       metadata is a :class:`~dynamo_moe.files.model_parts.ModelPart`. :func:`generate` runs such a
       folder.
+    - ``text2text-generation-with-past``: a folder of two files for a model with an encoder.
+      ``encoder.onnx``: from ``input_ids`` and ``attention_mask`` ``[B, T]`` to what each layer of
+      the decoder sees of them: ``cross_attention.0.key`` ``[B, G, T, C]``,
+      ``cross_attention.0.value``, …. ``decoder.onnx``: from ``input_ids`` ``[B, S]``, that mask as
+      ``encoder_attention_mask``, these, and ``past_key_values.0.key``, …, to ``logits`` and
+      ``present.0.key``, …, as ``text-generation-with-past``. Its rows have no padding. Metadata
+      and :func:`generate` as before.
 
     Args:
         model: A model in memory, or one opened by :func:`open_checkpoint`.
-        path: The file to write; the folder with ``folder`` or the task ``image-text-to-text``.
+        path: The file to write; the folder with ``folder`` or a task of several files.
         task: One of the above.
         bounded_windows: Layers with a sliding window keep the tokens in it alone, so that their
             caches stop growing; their length is then another one than that of other layers, which
@@ -119,19 +126,19 @@ def export_language_model(
         What was written.
 
     Raises:
-        ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
-            cache holds what a file cannot keep, such as blocks of tokens, or states that do not
-            begin with zeros, which only weights with values show; if the task is
-            ``image-text-to-text`` and the model sees no pictures, or is more than the three parts;
-            if ``folder`` is unknown, or its runtime cannot run the file; if ``cache_length`` is
-            too small for the example, or does not go with the other options or the model's cache;
-            if ``library`` is given with another folder or target than those.
+        ValueError: If the task is unknown or not for such a model, or has a cache and the model's
+            cache holds what a file cannot keep, such as states that do not begin with zeros,
+            which only weights with values show; if the model is more than the
+            parts of a task of several files; if ``folder`` is unknown, or its runtime cannot run
+            the file; if ``cache_length`` is too small for the example, or does not go with the
+            other options or the model's cache; if ``library`` is given with another folder or
+            target than those.
         FileNotFoundError: With ``library``, if it is missing.
         TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
-    if options.get("ranks") is not None and (folder is not None or task == "image-text-to-text"):
+    if options.get("ranks") is not None and (folder is not None or task in PARTS):
         what = f"task {task!r}" if folder is None else f"a folder for {folder!r}"
         raise ValueError(f"{what} has files for one device: it takes no ranks")
     if cache_length is not None:
@@ -140,8 +147,9 @@ def export_language_model(
     if library:
         _check_library(folder, options)
     check_folder(path, folder, links=options.get("link_weights", False))
-    if task == "image-text-to-text":
-        return _export_parts(model, Path(path), folder, options, bounded_windows=bounded_windows)
+    if task == "image-text-to-text" or task == "text2text-generation-with-past":  # noqa: PLR1714
+        bounded = bounded_windows
+        return _export_parts(model, Path(path), task, folder, options, bounded_windows=bounded)
     role: Role = task
     form: dict[str, Any] = {"bounded_windows": bounded_windows, "cache_length": cache_length}
     if role == "text-generation-with-past" and options.get("ranks") is not None:
@@ -216,25 +224,27 @@ def _check_library(folder: FolderFormat | None, options: dict[str, Any]) -> None
 def _export_parts(
     model: PreTrainedModel,
     folder: Path,
+    task: PartTask,
     kind: FolderFormat | None,
     options: dict[str, Any],
     *,
     bounded_windows: bool,
 ) -> ExportReport:
-    """Writes the three files of a model that sees pictures, once all are there."""
+    """Writes the files of a model of several parts, once all are there."""
     if kind is not None:
-        raise ValueError(f"no folder for {kind} can hold a model that sees pictures")
+        what = "sees pictures" if task == "image-text-to-text" else "has an encoder"
+        raise ValueError(f"no folder for {kind} can hold a model that {what}")
     check_place(folder, links=options.get("link_weights", False))
     reports: dict[PartName, ExportReport] = {}
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as written:
-        for part, name in FILES.items():
+        for part in PARTS[task]:
             own = {} if part == "decoder" else {"shared_cache": False}
             with performing(model, part, bounded_windows=bounded_windows):
                 parts = parts_of(model)
-                if parts is not None and part == "vision" and has_values(model):
+                if parts is not None and part == PARTS[task][0] and has_values(model):
                     parts.check()
                 check_cache(model)
-                reports[part] = _export(model, Path(written) / name, part, options | own)
+                reports[part] = _export(model, Path(written) / FILES[part], part, options | own)
         folder.mkdir(exist_ok=True)
         moved = [
             file.replace(folder / file.name) for report in reports.values() for file in report.files
@@ -275,16 +285,19 @@ def _export(
     if cache is not None and cache.length is not None:
         # A trace asks for no values, and there is room for as many tokens as a model can read.
         case["past_key_values"] = cache.empty(2)
-    inputs, outputs = [*case], [RESULTS[role]]
+    inputs = [*case]
     metadata: dict[str, str] = {}
     dynamic: dict[str, Any] = {name: {1: SEQUENCE} for name in inputs}
     if parts is not None:
-        metadata[model_parts.KEY] = model_parts.dumps(parts.described(parts.role))
+        metadata[model_parts.KEY] = model_parts.dumps(parts.described())
         dynamic |= parts.dimensions(case)
-        inputs, outputs = parts.names(case, outputs[0])
+        inputs, outputs = parts.names(case)
+    else:
+        outputs = [RESULTS[role]]
     if cache is not None:
         entries = [kept.entry() for kept in cache.tensors]
-        dynamic["attention_mask"] = {1: TOTAL if cache.length is None else None}
+        if MASK in case:
+            dynamic[MASK] = {1: TOTAL if cache.length is None else None}
         if cache.length is not None:
             dynamic[PAST_LENGTH] = {0: None}
         dynamic["past_key_values"] = [

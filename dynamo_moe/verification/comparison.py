@@ -177,10 +177,7 @@ def verify(
 
 def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> VerificationReport:
     """Compares each file of a folder; returns the cases of all."""
-    files = [folder / name for name in model_parts.FILES.values()]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(f"folder {folder} has no {', '.join(missing)}")
+    files = model_parts.files_in(folder).values()
     library = options.pop("library")
     computed = {file for file in files if library and operator_nodes(inlined(load_graph(file)))}
     if library and not computed:

@@ -546,6 +546,7 @@ _TABLE = [
             "dropout_rate": 0.0,
             "tie_word_embeddings": False,
             "pad_token_id": 0,
+            "decoder_start_token_id": 0,
         },
         inputs=_with_decoder,
     ),

@@ -1,0 +1,232 @@
+"""An encoder, and the decoder that writes what it has read, as two parts.
+
+The encoder's file gives the keys and values that each layer of the decoder's attention to the
+encoder needs, so that no call of the decoder computes them again.
+
+Legend: B batch, T tokens that the encoder reads, S new tokens, P tokens in the cache, G heads, C
+width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dynamo_moe.evaluation import evaluating
+from dynamo_moe.files.model_parts import ModelPart, PartName
+from dynamo_moe.language_models.caches import ModelCache, Past, cache_argument, cross_attention
+from dynamo_moe.language_models.parts import Parts
+from dynamo_moe.restoring import state_kept
+from dynamo_moe.tolerances import tolerance_for
+from dynamo_moe.tracing.dynamic_shapes import BATCH
+from dynamo_moe.tracing.exportable_models import exportable_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CROSS_ATTENTION = "cross_attention"
+ENCODER_MASK = "encoder_attention_mask"
+_IDS = "input_ids"
+_ENCODED = "encoder_sequence"
+"""The size T."""
+
+# B and T of cases, and how many tokens of the last row are padding, on the right.
+_READ = ((2, 5, 0), (1, 1, 0), (3, 33, 20))
+
+
+class EncoderParts(Parts):
+    """The two parts of a model with an encoder.
+
+    Attributes:
+        cache: What the decoder keeps of its own tokens.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, role: PartName, *, bounded_windows: bool = False
+    ) -> None:
+        """Finds what the decoder keeps of its tokens, and of what the encoder has read.
+
+        Args:
+            model: The model.
+            role: The part that this one is about.
+            bounded_windows: As of :class:`ModelCache`.
+
+        Raises:
+            ExportError: If the model does not run.
+            ValueError: If it has no encoder of tokens, its decoder keeps nothing of it, or a file
+                cannot keep what it does.
+        """
+        name = type(model).__name__
+        if not model.config.is_encoder_decoder:
+            raise ValueError(f"{name} has no encoder: choose another task")
+        if model.main_input_name != _IDS:
+            raise ValueError(f"the encoder of {name} takes {model.main_input_name}, not {_IDS}")
+        self.model, self.role = model, role
+        self._whole = model.forward
+        whole: Any = model  # transformers does not annotate these.
+        self._encoder: nn.Module = whole.get_encoder()
+        self.unused = whole.get_decoder() if role == "encoder" else self._encoder
+        self._layers = cross_attention(model)
+        if not self._layers:
+            raise ValueError(f"the decoder of {name} keeps no keys of its encoder")
+        self.cache = ModelCache(model, bounded_windows=bounded_windows)
+
+    @property
+    def _start(self) -> int | None:
+        """The token that a decoder's text begins with."""
+        configs = (self.model.generation_config, self.model.config)
+        tokens = (getattr(config, "decoder_start_token_id", None) for config in configs)
+        return next((int(token) for token in tokens if token is not None), None)
+
+    def described(self) -> ModelPart:
+        """Returns what the part's file says of itself."""
+        return ModelPart(self.role, decoder_start_token_id=self._start)
+
+    # --- The example ---
+
+    def cases(self) -> list[dict[str, Any]]:
+        """Returns texts for the encoder, the last one with padding on the right."""
+        return [self._read(*sizes) for sizes in _READ]
+
+    def _read(self, batch: int, tokens: int, padding: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(tokens)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (batch, tokens), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, tokens - padding :] = 0
+        return {_IDS: ids, "attention_mask": mask}
+
+    def decoder_case(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Returns arguments of the decoder, but for its cache, instead of those of a text model."""
+        batch, new = case[_IDS].shape
+        tokens = 5 + 2 * (new % 4)  # Not in one relation to S.
+        mask = self._read(batch, tokens, padding=2)["attention_mask"]
+        generator = torch.Generator().manual_seed(0)
+        encoded = [
+            torch.randn(batch, x.shape[1], tokens, x.shape[3], generator=generator).to(x.dtype)
+            for layer in self._layers
+            for x in layer
+        ]
+        return {_IDS: case[_IDS], ENCODER_MASK: mask, CROSS_ATTENTION: encoded}
+
+    def dimensions(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the names of a case's symbolic dimensions."""
+        read = {0: BATCH, 1: _ENCODED}
+        if self.role == "encoder":
+            return dict.fromkeys(case, read)
+        encoded = [{0: BATCH, 2: _ENCODED}] * len(case[CROSS_ATTENTION])
+        return {ENCODER_MASK: read, CROSS_ATTENTION: encoded}
+
+    @property
+    def _names(self) -> list[str]:
+        return [
+            f"{CROSS_ATTENTION}.{number}.{kind}"
+            for number in range(len(self._layers))
+            for kind in ("key", "value")
+        ]
+
+    def names(self, case: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Returns the names of a case's tensors, and of the part's outputs, but for a cache."""
+        if self.role == "encoder":
+            return [*case], self._names
+        inputs = [
+            name for key in case for name in (self._names if key == CROSS_ATTENTION else [key])
+        ]
+        return inputs, ["logits"]
+
+    @staticmethod
+    def role_of(inputs: Sequence[str], outputs: Sequence[str]) -> PartName | None:
+        """Returns the part whose file has these inputs and outputs; None: another file."""
+        first = f"{CROSS_ATTENTION}.0.key"
+        if [*inputs] == [_IDS, "attention_mask"] and [*outputs[:1]] == [first]:
+            return "encoder"
+        if [*inputs[:3]] == [_IDS, ENCODER_MASK, first] and [*outputs[:1]] == ["logits"]:
+            return "decoder"
+        return None
+
+    # --- The parts ---
+
+    def performed(self) -> Callable[..., Any]:
+        """Returns a forward of the encoder: ``[B, G, T, C]`` for each key and value.
+
+        The model's own decoder makes them, of a token whose results nothing uses.
+        """
+
+        def encoder(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
+            from transformers import DynamicCache, EncoderDecoderCache
+
+            cache: Any = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            self._whole(
+                encoder_outputs=self._encoder(input_ids, attention_mask=attention_mask),
+                attention_mask=attention_mask,
+                decoder_input_ids=torch.zeros_like(input_ids[:, :1]),
+                use_cache=True,
+                **{cache_argument(self._whole): cache},
+            )
+            layers = cache.cross_attention_cache.layers
+            return [x for layer in layers for x in (layer.keys, layer.values)]
+
+        return encoder
+
+    def decoding(self) -> Callable[..., Any]:
+        """Returns a forward of the decoder."""
+        cache = self.cache
+
+        def decoder(
+            input_ids: Tensor,
+            encoder_attention_mask: Tensor,
+            cross_attention: Sequence[Tensor],
+            past_key_values: Past,
+        ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+            from transformers import DynamicCache, EncoderDecoderCache
+            from transformers.modeling_outputs import MoEModelOutput
+
+            before = cache.length_of(past_key_values, 0)
+            kept = cache.filled(past_key_values, before)
+            encoded: Any = DynamicCache()
+            pairs = zip(cross_attention[::2], cross_attention[1::2], strict=True)
+            for number, (keys, values) in enumerate(pairs):
+                encoded.update(keys, values, number)
+            batch, new = input_ids.shape
+            # Attention asks for B and T, and takes the keys.
+            read = encoded.layers[0].keys.new_zeros(*encoder_attention_mask.shape, 1)
+            with exportable_models():
+                outputs = self._whole(
+                    encoder_outputs=MoEModelOutput(last_hidden_state=read),
+                    attention_mask=encoder_attention_mask,
+                    decoder_input_ids=input_ids,
+                    decoder_attention_mask=encoder_attention_mask.new_ones(batch, before + new),
+                    use_cache=True,
+                    **{cache_argument(self._whole): EncoderDecoderCache(kept, encoded)},
+                )
+            return outputs.logits, cache.held(kept)
+
+        return decoder
+
+    # --- Are these the model? ---
+
+    def check(self) -> None:
+        """Compares what the parts compute with what the whole model does.
+
+        Raises:
+            ValueError: If it differs.
+        """
+        model, name = self.model, type(self.model).__name__
+        case = self._read(*_READ[2])
+        text = case[_IDS][:, :7]
+        with state_kept(model), evaluating(model), torch.no_grad():
+            encoded = self.performed()(**case)
+            past, results = self.cache.empty(len(text)), []
+            for new in (text[:, :4], text[:, 4:]):
+                given = (case["attention_mask"], encoded, past)
+                logits, past = self.decoding()(new, *given)
+                results.append(logits)
+            expected = self._whole(**case, decoder_input_ids=text, use_cache=False).logits.float()
+        error = (torch.cat(results, 1).float() - expected).square().mean().sqrt()
+        if not error <= tolerance_for({x.dtype for x in model.parameters()}).rms * (
+            expected.square().mean().sqrt()
+        ):
+            raise ValueError(f"{name} computes other logits than its encoder and decoder by parts")
