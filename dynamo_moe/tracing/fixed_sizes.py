@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import sympy
 import torch
+from sympy.printing.lambdarepr import LambdaPrinter
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -46,6 +48,18 @@ _NO_SIZE = 2**31
 # Elements of the inputs up to which a run has one thread. T5-small's trials of 2 x 2 tokens take
 # 0.2 s of it; with a thread on each of two busy cores, which wait for each other, up to 3 s.
 _FEW_ELEMENTS = 2**15
+
+# What PyTorch's functions of sizes are in Python, by their names.
+_IN_PYTHON: dict[str, Callable[..., Any]] = {
+    "CeilDiv": lambda a, b: -(-a // b),
+    "CleanDiv": operator.floordiv,
+    "FloorDiv": operator.floordiv,
+    "Max": max,
+    "Min": min,
+    "Mod": operator.mod,
+    "ModularIndexing": lambda base, divisor, modulus: base // divisor % modulus,
+    "PythonMod": operator.mod,
+}
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -93,6 +107,7 @@ class SizeTrials:
         self._model, self._example = model, example
         self._has_values, self._prepare = has_values, prepare
         self._decisions: list[Decision] = []
+        self._taken: dict[tuple[Any, ...], bool] = {}
 
     def check_trace(self, program: ExportedProgram, decisions: Sequence[Decision]) -> None:
         """Compares a model with its trace at sizes where decisions come out differently.
@@ -105,8 +120,7 @@ class SizeTrials:
             FixedSizeError: With the line of the model that decides.
         """
         self._decisions = [*decisions]
-        run = _model_run(self._model, self._example, _changed_parameters(program))
-        self._check(program, decisions, run, _program_run(program))
+        self._check(program, decisions, self._model_run(program), _program_run(program))
 
     def check_decomposed(
         self, program: ExportedProgram, decisions: Sequence[Decision], module: fx.GraphModule
@@ -124,16 +138,30 @@ class SizeTrials:
         Raises:
             FixedSizeError: With the line of the model that decides.
         """
-        takes = _model_run(self._model, self._example, _changed_parameters(program))
-        run = _program_run(program)
+        model, run = self._model_run(program), _program_run(program)
 
         def where_taken(leaves: Sequence[Any]) -> Sequence[Any]:
-            takes(leaves)
+            if _shapes(leaves) not in self._taken:
+                model(leaves)
+            elif not self._taken[_shapes(leaves)]:
+                raise ValueError("the model refuses these sizes")
             return run(leaves)
 
         known = {decision.condition for decision in self._decisions}
         new = [decision for decision in decisions if decision.condition not in known]
         self._check(program, [*self._decisions, *new], where_taken, _program_run(program, module))
+
+    def _model_run(self, program: ExportedProgram) -> Run:
+        """Returns a run of the model, of which it is kept whether it takes inputs of such sizes."""
+        model = _model_run(self._model, self._example, _changed_parameters(program))
+
+        def run(leaves: Sequence[Any]) -> Sequence[Any]:
+            self._taken[_shapes(leaves)] = False
+            results = model(leaves)
+            self._taken[_shapes(leaves)] = True
+            return results
+
+        return run
 
     def check_example(self, program: ExportedProgram) -> None:
         """Compares a model with its trace at the example.
@@ -334,7 +362,7 @@ class _Trials:
         self._others = [c for c in tried if not _is_relation(c)]
         self._outcomes: dict[tuple[int, ...], _Outcome] = {}
         self._answers: dict[Any, bool | None] = {}
-        self._symbols: dict[Any, list[Any]] = {}
+        self._compiled: dict[Any, tuple[list[Any], Callable[..., Any]]] = {}
         smaller = self._smaller_example()
         self._bases = [self._example] if smaller == self._example else [smaller, self._example]
 
@@ -499,14 +527,12 @@ class _Trials:
         The search for sizes that fit asks the same questions again and again. Remembering the
         answers takes a fifth off the export of a small Mixtral with its cache.
         """
-        symbols = self._symbols.setdefault(condition, sorted(condition.free_symbols, key=str))
+        if condition not in self._compiled:
+            self._compiled[condition] = _compiled(condition)
+        symbols, function = self._compiled[condition]
         key = condition, tuple(sizes.get(symbol) for symbol in symbols)
         if key not in self._answers:
-            try:
-                value = condition.subs(sizes)
-            except (ArithmeticError, ValueError):  # Such as a remainder by 0.
-                value = None
-            self._answers[key] = {sympy.true: True, sympy.false: False}.get(value)
+            self._answers[key] = function(*key[1])
         return self._answers[key]
 
     def _outcome(self, sizes: Sizes) -> _Outcome:
@@ -589,6 +615,44 @@ def _is_relation(condition: Any) -> bool:
     return not any(side.is_number and side != 0 for side in condition.args)
 
 
+class _Printer(LambdaPrinter):  # type: ignore[misc]
+    """Prints sizes as Python."""
+
+    def _print_Mod(self, expr: Any) -> str:  # noqa: N802  The printer looks for it.
+        """Returns a call: sympy's ``%`` is without brackets around PyTorch's remainders."""
+        return "Mod({}, {})".format(*map(self.doprint, expr.args))
+
+
+_PRINTER = _Printer({"allow_unknown_functions": True})
+
+
+def _compiled(condition: Any) -> tuple[list[Any], Callable[..., bool | None]]:
+    """Returns a condition's symbols, and a function of their sizes: None if it cannot be told.
+
+    Half of the export of DeepSeek-V4 with its cache was sympy's own substitution, which simplifies
+    what it has put in. It answers where Python has no such function.
+    """
+    symbols = sorted(condition.free_symbols, key=str)
+    try:
+        function = sympy.lambdify(symbols, condition, [_IN_PYTHON, "math"], _PRINTER)
+    except Exception:  # sympy's printer raises errors of several kinds.
+        function = None
+
+    def holds(*sizes: int | None) -> bool | None:
+        if None in sizes:
+            return None
+        # Such as a remainder by 0, or in PyTorch's functions, by a negative number.
+        with contextlib.suppress(ArithmeticError, ValueError, AssertionError):
+            try:
+                value = function(*sizes)
+            except (NameError, TypeError):  # Of what it has no function for.
+                value = condition.subs(dict(zip(symbols, sizes, strict=True)))
+            return {True: True, False: False, sympy.true: True, sympy.false: False}.get(value)
+        return None
+
+    return symbols, holds
+
+
 def _by_distance(sizes: Collection[int], centre: int) -> list[int]:
     return sorted(sizes, key=lambda size: abs(size - centre))
 
@@ -605,6 +669,10 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
             indices = torch.arange(size, device=tensor.device) % old
             tensor = tensor.index_select(dimension, indices)
     return tensor
+
+
+def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
 def _rank(result: Any) -> int | None:
