@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _PAST, _PRESENT = "past_key_values.", "present."
 _FEATURES = "image_features"
 _ENCODER_MASK = "encoder_attention_mask"
+_TYPES = "token_type_ids"
 _DTYPES = {
     "tensor(double)": "float64",
     "tensor(float)": "float32",
@@ -211,7 +212,7 @@ class _Model:
         self._names = [value.name for value in session.get_inputs()]
         self._dtypes = {value.name: _DTYPES.get(value.type) for value in session.get_inputs()}
         entries = cache_of(session)
-        known = {self.tokens, "attention_mask", "position_ids", PAST_LENGTH, *self.further}
+        known = {self.tokens, "attention_mask", "position_ids", PAST_LENGTH, _TYPES, *self.further}
         known |= {entry.input for entry in entries}
         unknown = [name for name in self._names if name not in known]
         outputs = [value.name for value in session.get_outputs()]
@@ -300,6 +301,7 @@ class _SeeingModel(_Model):
         super().__init__(decoder, len(text))
         self._embedding, self._seen = embedding, seen
         part = _part(decoder)
+        self._image_token = part.image_token_id
         count, expected = int((text == part.image_token_id).sum()), len(seen.get(_FEATURES, ()))
         if count != expected:
             raise ValueError(
@@ -323,6 +325,8 @@ class _SeeingModel(_Model):
             given["position_ids"] = self._positions
             self._positions = np.tile(self._following[:, None], (3, 1, 1))
             self._following = self._following + 1
+        if _TYPES in self._names:
+            given[_TYPES] = new == self._image_token
         return given
 
 

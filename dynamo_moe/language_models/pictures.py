@@ -27,7 +27,11 @@ from dynamo_moe.private.pytorch import is_exporting, without_values
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing import failures
-from dynamo_moe.tracing.packed_pictures import listed_pictures, packed_pictures
+from dynamo_moe.tracing.packed_pictures import (
+    listed_pictures,
+    packed_pictures,
+    unsplit_pictures,
+)
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -36,6 +40,12 @@ if TYPE_CHECKING:
 FEATURES = "image_features"
 EMBEDS = "inputs_embeds"
 _VISION = "get_image_features"
+# Column and row of each patch, of pictures with as many patches each.
+_PLACES = "image_position_ids"
+# 1 where a token stands for a part of a picture, whose tokens see one another.
+_TYPES = "token_type_ids"
+_SEE_ONE_ANOTHER = ("gemma3",)  # Others have it in their text's config.
+_MODEL_TYPES = ("mm_token_type_ids", "token_type_ids")
 # What the first layers add to their hidden states, of pictures' tokens and of all tokens.
 _ADDED_FEATURES, _ADDED_EMBEDS = "deepstack_features", "deepstack_embeds"
 # What a decoder gets that its file does without, or gets by another name.
@@ -96,7 +106,7 @@ class PictureParts(Parts):
         embedding: Any = model.get_input_embeddings()
         self._dtype = embedding.weight.dtype
         parameters = inspect.signature(self._features).parameters
-        self._is_packed = GRID in parameters
+        self._is_packed, self._has_places = GRID in parameters, _PLACES in parameters
         needed = [
             key
             for key, parameter in parameters.items()
@@ -111,17 +121,30 @@ class PictureParts(Parts):
         self._merged = (merged, merged) if isinstance(merged, int) else tuple(merged)
         self._block = math.prod(self._merged)
         self.positions: Literal["text", "grid"] = "grid" if is_grid else "text"
+        self._types = self._argument_of_types()
         self.pictures, features = self._understood()
         self.added = len(features) - 1
+
+    def _argument_of_types(self) -> str | None:
+        """Returns the argument that says which tokens are a picture's, if these see one another."""
+        config = self.model.config
+        sees = _config_value(config.get_text_config(), "use_bidirectional_attention")
+        if sees != "vision" and config.model_type not in _SEE_ONE_ANOTHER:
+            return None
+        parameters = inspect.signature(self._whole).parameters
+        return next(name for name in _MODEL_TYPES if name in parameters)
 
     def _understood(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Returns an example of pictures that the vision takes, and features without values."""
         model = self.model
-        examples = self._packed_examples() if self._is_packed else [self._example()]
+        if self._is_packed:
+            examples = self._packed_examples()
+        else:
+            examples = [self._example_of_places() if self._has_places else self._example()]
         with state_kept(model), placeholders.placeholders(model), evaluating(model):
             for number, example in enumerate(examples):
                 try:
-                    with without_values(), torch.no_grad():
+                    with without_values(unknown_sizes=True), torch.no_grad():
                         copied = {key: value.clone() for key, value in example.items()}
                         return example, self.vision(**copied)
                 except Exception as error:  # The model's own code runs.
@@ -146,6 +169,20 @@ class PictureParts(Parts):
         shapes = dict.fromkeys([(patch.numel(),), tuple(patch)])
         count = int(grids.prod(-1).sum())
         return [{"pixel_values": _random(count, *shape), GRID: grids} for shape in shapes]
+
+    def _example_of_places(self) -> dict[str, Tensor]:
+        """Returns two pictures of as many patches, those that the second lacks at (-1, -1)."""
+        config = self.model.config.vision_config
+        pooled = config.pooling_kernel_size
+        count = max(rows * columns for rows, columns in _SIZES) * pooled**2
+        places = torch.full((len(_SIZES), count, 2), -1)
+        for places_N2, (rows, columns) in zip(places, _SIZES, strict=True):
+            of_all = torch.cartesian_prod(
+                torch.arange(rows * pooled), torch.arange(columns * pooled)
+            )
+            places_N2[: len(of_all)] = of_all.flip(1)
+        pixels = _random(len(_SIZES), count, 3 * config.patch_size**2)
+        return {"pixel_values": pixels * (places[..., :1] >= 0), _PLACES: places}
 
     def _example(self) -> dict[str, Tensor]:
         """Returns two pictures of the one size that the vision takes."""
@@ -197,6 +234,8 @@ class PictureParts(Parts):
             first = mask.shape[1] - ids.shape[1]
             steps = torch.randint(2, (3, *ids.shape), generator=generator).cumsum(-1)
             made["position_ids"] = first + steps
+        if self._types is not None:
+            made[_TYPES] = torch.randint(2, ids.shape, generator=generator)
         if self.added:
             made[_ADDED_EMBEDS] = [
                 torch.randn(shape, generator=generator).to(self._dtype) for _ in range(self.added)
@@ -207,7 +246,10 @@ class PictureParts(Parts):
         """Returns the names of a case's symbolic dimensions."""
         if self.role == "vision":
             rows = "patches" if self._is_packed else "images"
-            return {key: {0: "images"} for key in case} | {"pixel_values": {0: rows}}
+            sizes = {key: {0: "images"} for key in case} | {"pixel_values": {0: rows}}
+            if self._has_places:
+                sizes = {key: {**size, 1: "patches"} for key, size in sizes.items()}
+            return sizes
         if self.role == "embedding":
             rows_of = {0: "features"}
             embedded = {"input_ids": {0: "batch", 1: "sequence"}, FEATURES: rows_of}
@@ -216,6 +258,8 @@ class PictureParts(Parts):
         names: dict[str, Any] = {EMBEDS: sequence}
         if self.positions == "grid":
             names["position_ids"] = {0: None, 1: "batch", 2: "sequence"}
+        if self._types is not None:
+            names[_TYPES] = sequence
         return names | ({_ADDED_EMBEDS: [sequence] * self.added} if self.added else {})
 
     def names(self, case: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -265,12 +309,18 @@ class PictureParts(Parts):
             attention_mask: Tensor,
             position_ids: Tensor | None = None,
             deepstack_embeds: Sequence[Tensor] = (),
+            token_type_ids: Tensor | None = None,
             **further: Any,
         ) -> Any:
-            positions = {} if position_ids is None else {"position_ids": position_ids}
+            if position_ids is not None:
+                further["position_ids"] = position_ids
+            if token_type_ids is not None and self._types is not None:
+                # Of the tokens in the cache, too, which none of the new ones sees for its type.
+                before = torch.zeros_like(attention_mask[:, token_type_ids.shape[1] :])
+                further[self._types] = torch.cat([before, token_type_ids], dim=1)
             with self._adding(deepstack_embeds):
                 tokens = {EMBEDS: inputs_embeds}
-                return decoder(tokens, attention_mask, **positions, **further, **options)
+                return decoder(tokens, attention_mask, **further, **options)
 
         return forward
 
@@ -285,9 +335,10 @@ class PictureParts(Parts):
         is_traced = type(pixels) is not Tensor or is_exporting()
         if not is_traced:
             return self._gathered(pictures)
-        of_any_number = (
-            packed_pictures(self._tower, pixels.shape[0]) if self._is_packed else listed_pictures()
-        )
+        if self._is_packed:
+            of_any_number = packed_pictures(self._tower, pixels.shape[0])
+        else:
+            of_any_number = unsplit_pictures() if self._has_places else listed_pictures()
         with of_any_number:
             return self._gathered(pictures)
 
@@ -360,10 +411,9 @@ class PictureParts(Parts):
         unknown = sorted(known.keys() - _KNOWN - (_ADDED if self.added else set()))
         if unknown:
             raise ValueError(f"the decoder of {name} gets {', '.join(unknown)} with its embeddings")
-        if not isinstance(known.get("attention_mask", mask), Tensor) or (
-            known.get("attention_mask", mask).shape != mask.shape
-        ):
-            raise ValueError(f"the tokens of a picture see one another in {name}")
+        own_mask = known.get("attention_mask", mask)
+        if not isinstance(own_mask, Tensor) or own_mask.shape != mask.shape:
+            self._check_logits(ids, mask, embeds)
         dtypes = {x.dtype for x in model.parameters()}
         pairs = {EMBEDS: (embeds, known[EMBEDS]), FEATURES: (packed[0], features)}
         for what, (ours, theirs) in pairs.items():
@@ -377,6 +427,21 @@ class PictureParts(Parts):
             if positions is None or not torch.equal(positions[-3:], torch.from_numpy(expected)):
                 raise ValueError(f"{name} gives a picture's tokens other places than its grid's")
 
+    def _check_logits(self, ids: Tensor, mask: Tensor, embeds: Tensor) -> None:
+        """Compares logits of a model that masks pictures' tokens in its own way."""
+        model, types = self.model, (ids == self._token).int()
+        given: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+        parameters = inspect.signature(self._whole).parameters
+        of_types = {name: types for name in _MODEL_TYPES if name in parameters}
+        with state_kept(model), evaluating(model), torch.no_grad():
+            expected = self._whole(input_ids=ids, **given, **of_types, **self.pictures).logits
+            of_types = {} if self._types is None else {self._types: types}
+            logits = self._whole(inputs_embeds=embeds, **given, **of_types).logits
+        error = (logits.float() - expected.float()).square().mean().sqrt()
+        bound = tolerance_for({x.dtype for x in model.parameters()}).rms
+        if not error <= bound * expected.float().square().mean().sqrt():
+            raise ValueError(f"the tokens of a picture see one another in {type(model).__name__}")
+
     def _packed_vision(self) -> list[Tensor]:
         """Returns what a trace of the vision computes."""
         with packed_pictures(self._tower, self.pictures["pixel_values"].shape[0]):
@@ -387,6 +452,9 @@ class PictureParts(Parts):
         counts = [count // 2] * 2
         if self._is_packed:
             sizes = self.pictures[GRID].prod(-1)
+            counts = (sizes * count // sizes.sum()).tolist()
+        elif self._has_places:
+            sizes = (self.pictures[_PLACES][..., 0] >= 0).sum(-1)
             counts = (sizes * count // sizes.sum()).tolist()
         text = next(token for token in (1, 2) if token != self._token)
         start = _config_value(self.model.config, "vision_start_token_id") or text

@@ -77,12 +77,14 @@ def export_language_model(
     - ``feature-extraction``: from the same to ``last_hidden_state`` ``[B, S, D]``.
     - ``image-text-to-text``: a folder of three files for a model that sees pictures; what each
       gives is an input of the same name of those after it. ``vision.onnx``: from ``pixel_values``,
-      and ``image_grid_thw`` ``[pictures, 3]`` where these are rows of patches, to
+      and ``image_grid_thw`` ``[pictures, 3]`` where these are rows of patches, or
+      ``image_position_ids`` ``[pictures, patches, 2]`` where each picture is some, to
       ``image_features``, a row for each token that stands for a part of a picture, and to
       ``deepstack_features.0``, …, if the model adds some to its hidden states. ``embedding.onnx``:
       from ``input_ids`` and these to ``inputs_embeds`` ``[B, S, D]`` and ``deepstack_embeds.0``, ….
       ``decoder.onnx``: as ``text-generation-with-past``, but from ``inputs_embeds``, and with
-      ``position_ids`` ``[3, B, S]`` where a token's place is one in time, height and width. Their
+      ``position_ids`` ``[3, B, S]`` where a token's place is one in time, height and width, or
+      ``token_type_ids`` ``[B, S]`` where the tokens of a picture, 1, see one another. Their
       metadata is a :class:`~dynamo_moe.files.model_parts.ModelPart`. :func:`generate` runs such a
       folder.
     - ``text2text-generation-with-past``: a folder of two files for a model with an encoder.

@@ -101,14 +101,18 @@ except ImportError:
             return self
 
 
-def without_values() -> contextlib.AbstractContextManager[Any]:
+def without_values(*, unknown_sizes: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which operators compute shapes and dtypes alone.
 
-    Without PyTorch's fake tensors they compute values as well, which only takes longer.
+    With ``unknown_sizes`` they may be those of results whose sizes values decide, which are then
+    symbols. Without PyTorch's fake tensors they compute values as well, which only takes longer.
     """
     if FakeTensorMode is None:
         return contextlib.nullcontext()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    symbols: dict[str, Any] = {}
+    if unknown_sizes and ShapeEnv is not None:
+        symbols = {"shape_env": ShapeEnv(), "static_shapes": True}
+    return FakeTensorMode(allow_non_fake_inputs=True, **symbols)
 
 
 # --- Tensors ---

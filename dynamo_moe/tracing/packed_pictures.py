@@ -47,9 +47,17 @@ def packed_pictures(tower: nn.Module, patches: int) -> Iterator[None]:
             for name in _REPLACEMENTS.keys() & vars(module).keys():
                 change = partial(_for_patches, _REPLACEMENTS[name], patches)
                 stack.enter_context(replaced(module, name, change))
+        stack.enter_context(private.attention_selected(tower, _ATTENTION))
+        stack.enter_context(unsplit_pictures())
+        yield
+
+
+@contextmanager
+def unsplit_pictures() -> Iterator[None]:
+    """Lets a row with all pictures' features stay whole where it is split by their sizes."""
+    with exclusive(), ExitStack() as stack:
         if "tolist" in vars(FakeTensor):  # Modes do not see that one.
             stack.enter_context(replaced(FakeTensor, "tolist", lambda _: lambda tensor: _Sizes()))
-        stack.enter_context(private.attention_selected(tower, _ATTENTION))
         stack.enter_context(_Unsplit())
         yield
 

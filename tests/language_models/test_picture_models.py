@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 
 import dynamo_moe
 from dynamo_moe.files.model_parts import FILES, PARTS, ModelPart, grid_positions
+from dynamo_moe.language_models import example_case, performing
 from dynamo_moe.tracing import packed_pictures
 from moe_architectures import ARCHITECTURES
 from picture_models import PICTURE, PICTURE_MODELS
 
 TASK: Any = "image-text-to-text"
 # Of text whose places are counted on three axes, and added features; of one axis and pictures of
-# one size.
-FEW = ("qwen3_vl_moe", "aria")
+# one size; of patches that say their places, and tokens of a picture that see one another.
+FEW = ("qwen3_vl_moe", "aria", "gemma4")
 START, END = 62, 63
 
 
@@ -34,6 +36,8 @@ def pictures_of(folder: Path, count: int) -> tuple[dict[str, torch.Tensor], list
     shapes = {value.name: value.shape for value in vision.get_inputs()}
     generator = torch.Generator().manual_seed(5)
     width = shapes["pixel_values"][1:]
+    if "image_position_ids" in shapes:
+        return placed_pictures(count, width[1], generator)
     if "image_grid_thw" not in shapes:
         pictures = torch.randn(count, *width, generator=generator)
         (features,) = vision.run(["image_features"], {"pixel_values": pictures.numpy()})
@@ -41,6 +45,20 @@ def pictures_of(folder: Path, count: int) -> tuple[dict[str, torch.Tensor], list
     grids = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 8, 2]])[:count]
     pixels = torch.randn(int(grids.prod(-1).sum()), *width, generator=generator)
     return {"pixel_values": pixels, "image_grid_thw": grids}, (grids.prod(-1) // 4).tolist()
+
+
+def placed_pictures(
+    count: int, width: int, generator: torch.Generator, merged: int = 2
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Returns pictures of as many patches, of which some are padding, at (-1, -1)."""
+    sizes = [(4, 6), (6, 4), (2, 8)][:count]
+    places = torch.full((count, 32, 2), -1)
+    for picture, (rows, columns) in zip(places, sizes, strict=True):
+        x, y = torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy")
+        picture[: rows * columns] = torch.stack([x, y], -1).flatten(0, 1)
+    pixels = torch.rand(count, 32, width, generator=generator) * (places[..., :1] >= 0)
+    parts = [rows * columns // merged**2 for rows, columns in sizes]
+    return {"pixel_values": pixels, "image_position_ids": places}, parts
 
 
 def tokens_of(parts: int) -> list[int]:
@@ -124,12 +142,32 @@ def test_16_greedy_tokens(name: str, tmp_path: Path) -> None:
     assert (other != texts[2]).any()
 
 
+def test_tokens_of_a_picture_see_one_another() -> None:
+    model = PICTURE_MODELS["gemma4"].build()
+    dynamo_moe.convert(model)
+    with performing(model, "decoder"), torch.no_grad():
+        case = example_case(model, batch=1, new=6, cached=5)
+        logits = [
+            model(**case | {"token_type_ids": torch.tensor([types])})[0]
+            for types in ([0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 0])
+        ]
+    before, others = logits[0], logits[1:]
+    for other in others:
+        assert torch.equal(other[:, 0], before[:, 0])
+        assert (other[:, 1] - before[:, 1]).abs().max() > 0.5, "it sees those behind it"
+    # One picture of three tokens, or two.
+    assert (others[0][:, 1] - others[1][:, 1]).abs().max() > 0.5
+
+
 REFUSED = [name for name, model in PICTURE_MODELS.items() if model.refused]
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.every) for name in REFUSED],
+    [
+        pytest.param(name, marks=() if name == "paligemma" else pytest.mark.every)
+        for name in REFUSED
+    ],
 )
 def test_what_is_more_than_the_parts_is_refused(name: str, tmp_path: Path) -> None:
     described = PICTURE_MODELS[name]
@@ -138,6 +176,15 @@ def test_what_is_more_than_the_parts_is_refused(name: str, tmp_path: Path) -> No
     with pytest.raises((ValueError, dynamo_moe.ExportError), match=described.refused):
         dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
     assert not list(tmp_path.iterdir())
+
+
+def test_embeddings_of_each_layer_are_refused(tmp_path: Path) -> None:
+    described = PICTURE_MODELS["gemma4"]
+    text = {**described.text, "hidden_size_per_layer_input": 8}
+    model = replace(described, text=text).build()
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match="gets per_layer_inputs with its embeddings"):
+        dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
 
 
 def test_a_model_without_pictures_is_refused(tmp_path: Path) -> None:

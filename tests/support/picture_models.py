@@ -14,6 +14,7 @@ from transformers import (
     CLIPVisionConfig,
     DeepseekV3Config,
     Exaone4Config,
+    GemmaConfig,
     Idefics3VisionConfig,
     LlamaConfig,
     PixtralVisionConfig,
@@ -87,10 +88,11 @@ class PictureModel:
         torch.manual_seed(0)
         model: PreTrainedModel = self._of("modeling", self.model)(config).eval()
         generator = torch.Generator().manual_seed(0)
+        of_embeddings = 1 / float(getattr(model.get_input_embeddings(), "embed_scale", 1))
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 # Pictures' features are about as large as tokens' embeddings.
-                scale = 1.0 if "embed_tokens" in name else 0.2
+                scale = of_embeddings if "embed_tokens" in name else 0.2
                 torch.nn.init.normal_(parameter, 0, scale, generator=generator)
         head: Any = model.get_output_embeddings()
         with torch.no_grad():
@@ -150,6 +152,28 @@ PICTURE_MODELS = {
             "AriaConfig",
             vision_class=Idefics3VisionConfig,
             options={"projector_patch_to_query_dict": {16: 4}},
+        ),
+        PictureModel(
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            "Gemma3Config",
+            text={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+            options={"mm_tokens_per_image": 4, "tie_word_embeddings": False},
+            vision_class=SiglipVisionConfig,
+            is_dense=True,
+        ),
+        PictureModel(
+            "gemma4",
+            "Gemma4ForConditionalGeneration",
+            "Gemma4Config",
+            {"head_dim": 8, "num_key_value_heads": 4, "pooling_kernel_size": 2},
+            {
+                "hidden_size_per_layer_input": 0,
+                "pad_token_id": 0,
+                "use_bidirectional_attention": "vision",
+                "sliding_window": 8,
+            },
+            {"audio_token_id": 61, "tie_word_embeddings": False},
         ),
         PictureModel("glm4v_moe", "Glm4vMoeForConditionalGeneration", "Glm4vMoeConfig"),
         PictureModel(
@@ -225,19 +249,13 @@ PICTURE_MODELS = {
             refused=r"decides by the values of a tensor at .*ernie4_5_vl_moe",
         ),
         PictureModel(
-            "gemma3",
-            "Gemma3ForConditionalGeneration",
-            "Gemma3Config",
-            options={"mm_tokens_per_image": 4},
+            "paligemma",
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemmaConfig",
+            text_class=GemmaConfig,
             vision_class=SiglipVisionConfig,
-            is_dense=True,
-            refused="the tokens of a picture see one another in Gemma3ForConditionalGeneration",
-        ),
-        PictureModel(
-            "gemma4",
-            "Gemma4ForConditionalGeneration",
-            "Gemma4Config",
-            refused="does not say which pictures it takes: it has no image_size",
+            options={"projection_dim": 32},
+            refused="the tokens of a picture see one another in PaliGemmaForConditionalGeneration",
         ),
         PictureModel(
             "glm5_next",
