@@ -343,7 +343,12 @@ class PictureParts(Parts):
             return self._gathered(pictures)
 
     def _gathered(self, pictures: Mapping[str, Tensor]) -> list[Tensor]:
-        taken = {k: v.to(self._dtype) if v.is_floating_point() else v for k, v in pictures.items()}
+        # A tower that takes places scales patches before it rounds them, others take its dtype.
+        rounds = not self._has_places
+        taken = {
+            key: x.to(self._dtype) if rounds and x.is_floating_point() else x
+            for key, x in pictures.items()
+        }
         outputs = self._features(**taken, return_dict=True)
         features = outputs.pooler_output if "pooler_output" in outputs else None
         if features is None:

@@ -178,6 +178,15 @@ def test_what_is_more_than_the_parts_is_refused(name: str, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.every
+def test_patches_are_rounded_where_the_model_does(tmp_path: Path) -> None:
+    """Gemma 4 scales them before that."""
+    model = PICTURE_MODELS["gemma4"].build().to(torch.bfloat16)
+    dynamo_moe.convert(model)
+    dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    assert dynamo_moe.verify(tmp_path / "model", model).passed
+
+
 def test_embeddings_of_each_layer_are_refused(tmp_path: Path) -> None:
     described = PICTURE_MODELS["gemma4"]
     text = {**described.text, "hidden_size_per_layer_input": 8}
