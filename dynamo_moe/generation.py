@@ -103,30 +103,38 @@ def generate(
     return text
 
 
+def _tokens(name: str, tokens: ArrayLike, rows: int | None = None) -> NDArray[np.int64]:
+    """Returns an argument's tokens, ``[B, L]``."""
+    try:
+        text = np.asarray(tokens)
+    except ValueError:
+        raise ValueError(f"{name} has rows of different lengths") from None
+    shape = f"[{'B' if rows is None else rows}, L]"
+    fits = text.ndim == 2 and text.size and rows in (None, len(text))
+    if not fits or text.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be integers {shape} of at least one token, got {text.dtype} "
+            f"{list(text.shape)}"
+        )
+    if text.min() < 0:
+        raise ValueError(f"{name} must be at least 0, got {int(text.min())}")
+    return text.astype(np.int64)
+
+
 def _prompts(
     input_ids: ArrayLike, attention_mask: ArrayLike | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    try:
-        text = np.asarray(input_ids)
-    except ValueError:
-        raise ValueError("input_ids has rows of different lengths: pad them on the left") from None
-    if text.ndim != 2 or not text.size or text.dtype.kind not in "iu":
-        raise ValueError(
-            "input_ids must be integers [B, L] of at least one token, got "
-            f"{text.dtype} {list(text.shape)}"
-        )
+    text = _tokens("input_ids", input_ids)
     mask = np.ones_like(text) if attention_mask is None else np.asarray(attention_mask)
     if mask.shape != text.shape:
         raise ValueError(
             f"attention_mask must have input_ids' shape {list(text.shape)}, got {list(mask.shape)}"
         )
-    if text.min() < 0:
-        raise ValueError(f"input_ids must be at least 0, got {int(text.min())}")
     if not np.isin(mask, (0, 1)).all():
         raise ValueError("attention_mask must hold 0 for padding, and 1")
     if not mask.any(1).all():
         raise ValueError(f"row {int(mask.any(1).argmin())} of attention_mask has no 1")
-    return text.astype(np.int64), mask.astype(np.int64)
+    return text, mask.astype(np.int64)
 
 
 def _check_padding_is_left(mask: NDArray[np.int64]) -> None:
@@ -163,9 +171,10 @@ def _begun(
     sessions = {part: _session(file) for part, file in files_in(path).items()} if is_folder else {}
     decoder = sessions["decoder"] if sessions else _session(path)
     if pictures and "vision" not in sessions:
-        what = "a file alone" if not sessions else "an encoder of text"
+        what = "a file alone takes" if not sessions else "a model with an encoder takes"
         raise ValueError(
-            f"{what} sees no pictures ({', '.join(pictures)}): pass the folder of a model that does"
+            f"{what} no {', '.join(pictures)}: pictures are for the folder of a model that sees "
+            "some"
         )
     if "encoder" in sessions:
         begin = _beginning(_part(decoder), len(text), decoder_input_ids)
@@ -189,12 +198,7 @@ def _beginning(
         if start is None:
             raise ValueError("the model does not say what it begins with: pass decoder_input_ids")
         return np.full((batch, 1), start)
-    text = np.asarray(decoder_input_ids)
-    if text.ndim != 2 or len(text) != batch or not text.size or text.dtype.kind not in "iu":
-        raise ValueError(
-            f"decoder_input_ids must be integers [{batch}, S], got {text.dtype} {list(text.shape)}"
-        )
-    return text.astype(np.int64)
+    return _tokens("decoder_input_ids", decoder_input_ids, rows=batch)
 
 
 class _Model:

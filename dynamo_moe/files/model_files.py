@@ -154,6 +154,33 @@ def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None)
     return [path, new]
 
 
+def move_together(files: Sequence[Path], folder: Path, *, old: Path) -> list[Path]:
+    """Moves files into a folder, what they refer to first; all of them, or none.
+
+    Those whose places they take are in ``old`` afterwards, a folder to be made. Returns the files
+    where they are, as they were listed.
+    """
+    folder.mkdir(exist_ok=True)
+    old.mkdir()
+    done: list[Path] = []
+    try:
+        for file in sorted(files, key=lambda file: file.suffix == ".onnx"):
+            place = folder / file.name
+            done.append(file)
+            if place.exists():
+                place.replace(old / file.name)
+            file.replace(place)
+    except OSError:
+        for file in done:
+            kept = old / file.name
+            if not file.exists():
+                (folder / file.name).replace(file)
+            if kept.exists():
+                kept.replace(folder / file.name)
+        raise
+    return [folder / file.name for file in files]
+
+
 def move_folder(old: Path, new: Path, last: Path) -> None:
     """Moves all files of a folder into another one beside it, and removes what is left of it.
 

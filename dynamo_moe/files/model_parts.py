@@ -49,8 +49,9 @@ class ModelPart:
             ``decoder``: from ``inputs_embeds``, or from tokens and those keys and values, to
             logits.
         image_token_id: The token that stands for a part of a picture; None: there is none.
-        positions: How the decoder counts tokens. ``text``: from the attention mask, by itself.
-            ``grid``: it takes ``position_ids`` ``[3, B, S]``, see :func:`grid_positions`.
+        positions: How the decoder counts tokens. ``text``: by itself, from the attention mask, or
+            behind an encoder from the cache. ``grid``: it takes ``position_ids`` ``[3, B, S]``, see
+            :func:`grid_positions`.
         spatial_merge_size: With ``grid``, so many rows and columns of patches make one token.
         decoder_start_token_id: What the text of a decoder behind an encoder begins with; None: the
             model does not say, or has no encoder.
@@ -67,15 +68,20 @@ def files_in(folder: str | os.PathLike[str]) -> dict[PartName, Path]:
     """Returns the files of a folder by their parts, in the order in which they run.
 
     Raises:
-        ValueError: If one is missing.
+        ValueError: If one is missing, or there are some of another task.
     """
-    has_encoder = (Path(folder) / FILES["encoder"]).is_file()
-    task: PartTask = "text2text-generation-with-past" if has_encoder else "image-text-to-text"
-    files = {part: Path(folder) / FILES[part] for part in PARTS[task]}
-    missing = [file.name for file in files.values() if not file.is_file()]
-    if missing:
-        raise ValueError(f"folder {os.fspath(folder)} has no {', '.join(missing)}")
-    return files
+    present = {
+        part: path for part, name in FILES.items() if (path := Path(folder) / name).is_file()
+    }
+    task: PartTask = (
+        "text2text-generation-with-past" if "encoder" in present else "image-text-to-text"
+    )
+    missing = [FILES[part] for part in PARTS[task] if part not in present]
+    others = [FILES[part] for part in present if part not in PARTS[task]]
+    if missing or others:
+        what = f"no {', '.join(missing)}" if missing else f"{', '.join(others)} of another task"
+        raise ValueError(f"folder {os.fspath(folder)} has {what}")
+    return {part: present[part] for part in PARTS[task]}
 
 
 def dumps(part: ModelPart) -> str:

@@ -326,23 +326,38 @@ def _after_a_run(
         if type(cache) is DynamicCache:
             owner: Any = model
             decoder = owner.get_decoder() if model.config.is_encoder_decoder else model
-            cache = DynamicCache(config=decoder.config)
+            cache = DynamicCache(config=getattr(decoder, "config", model.config))
             cache.layers = [change(layer) for layer in cache.layers]
             _run(model, sizes, cache)
     return cache
 
 
-def cross_attention(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
-    """Returns what each layer of a decoder keeps of its encoder, without values, ``[B, G, T, C]``.
+def cross_attention(model: PreTrainedModel) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Returns what a decoder keeps of its encoder, and how wide the encoder's states are.
+
+    Keys and values of each layer are ``[B, G, T, C]``, without values.
 
     Raises:
         ExportError: If the model does not run.
         ValueError: If it has no cache.
     """
-    with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
-        _, encoded = _run(model, _RUNS[0])
+    widths: list[int] = []
+    owner: Any = model
+    hook = owner.get_encoder().register_forward_hook(
+        lambda _, __, outputs: widths.append(outputs[0].shape[-1])
+    )
+    try:
+        with (
+            state_kept(model),
+            placeholders.placeholders(model),
+            evaluating(model),
+            torch.no_grad(),
+        ):
+            _, encoded = _run(model, _RUNS[0])
+    finally:
+        hook.remove()
     layers: list[Any] = [] if encoded is None else encoded.layers
-    return [(layer.keys, layer.values) for layer in layers if layer.keys is not None]
+    return [(layer.keys, layer.values) for layer in layers if layer.keys is not None], widths[0]
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:

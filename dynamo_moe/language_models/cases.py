@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files.cache_entries import MASK, PAST_LENGTH
 from dynamo_moe.files.inputs import DrawnCase
+from dynamo_moe.files.model_parts import PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
-from dynamo_moe.language_models.forwards import cache_of, parts_of
+from dynamo_moe.language_models.forwards import cache_of, parts_of, performing
+from dynamo_moe.process_state import exclusive
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -110,6 +112,8 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
                 continue
             only = one_goes_on and new > 1 and past > 0
             case = example_case(model, 1 if only else batch, new, past)
+            if parts is not None:
+                case = parts.with_values(case)
             mask = case.get(MASK)  # A decoder behind an encoder has none.
             if mask is not None:
                 mask[-1, : _PADDING.get(number, 0)] = 0
@@ -207,6 +211,20 @@ def _in_two_calls(case: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
         call = {"input_ids": ids[:, begin:end], "attention_mask": mask}
         calls.append(call | {PAST_LENGTH: torch.tensor([begin])})
     return calls, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def check_parts(model: PreTrainedModel, first: PartName) -> None:
+    """Compares the parts of a model with the whole of it, if weights have values.
+
+    Raises:
+        ExportError: If the model does not run.
+        ValueError: If they compute something else.
+    """
+    if has_values(model):
+        with performing(model, first), exclusive():
+            parts = parts_of(model)
+            if parts is not None:
+                parts.check()
 
 
 def has_values(model: PreTrainedModel) -> bool:

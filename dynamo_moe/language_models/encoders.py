@@ -19,8 +19,10 @@ from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files.model_parts import ModelPart, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past, cache_argument, cross_attention
 from dynamo_moe.language_models.parts import Parts
+from dynamo_moe.model_graph import ExportError
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
+from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.tracing.exportable_models import exportable_models
 
@@ -33,8 +35,12 @@ _IDS = "input_ids"
 _ENCODED = "encoder_sequence"
 """The size T."""
 
-# B and T of cases, and how many tokens of the last row are padding, on the right.
-_READ = ((2, 5, 0), (1, 1, 0), (3, 33, 20))
+# B and T of the encoder's cases. The last are beyond the distances that T5 tells apart.
+_READ = ((2, 5), (1, 1), (3, 9), (4, 40), (2, 150))
+# T of a decoder's cases, by S: none is in one relation to it.
+_READ_BEFORE = {1: 40, 3: 11, 5: 1, 4: 9, 33: 7, 2: 150, 130: 3}
+# The case that is compared with the whole model, and how many tokens it writes in two calls.
+_COMPARED, _WRITTEN = (4, 9), (2, 1)
 
 
 class EncoderParts(Parts):
@@ -67,19 +73,20 @@ class EncoderParts(Parts):
         self.model, self.role = model, role
         self._whole = model.forward
         whole: Any = model  # transformers does not annotate these.
-        self._encoder: nn.Module = whole.get_encoder()
-        self.unused = whole.get_decoder() if role == "encoder" else self._encoder
-        self._layers = cross_attention(model)
+        self._encoder, self._decoder = whole.get_encoder(), whole.get_decoder()
+        self.unused = self._decoder if role == "encoder" else self._encoder
+        self._layers, self._width = cross_attention(model)
         if not self._layers:
             raise ValueError(f"the decoder of {name} keeps no keys of its encoder")
         self.cache = ModelCache(model, bounded_windows=bounded_windows)
 
     @property
     def _start(self) -> int | None:
-        """The token that a decoder's text begins with."""
-        configs = (self.model.generation_config, self.model.config)
-        tokens = (getattr(config, "decoder_start_token_id", None) for config in configs)
-        return next((int(token) for token in tokens if token is not None), None)
+        """The token that a decoder's text begins with, as for transformers' ``generate``."""
+        config = self.model.generation_config or self.model.config
+        tokens = (getattr(config, x, None) for x in ("decoder_start_token_id", "bos_token_id"))
+        first = next((token for token in tokens if token is not None), None)
+        return first if isinstance(first, int) else None  # Each row may have its own.
 
     def described(self) -> ModelPart:
         """Returns what the part's file says of itself."""
@@ -88,29 +95,42 @@ class EncoderParts(Parts):
     # --- The example ---
 
     def cases(self) -> list[dict[str, Any]]:
-        """Returns texts for the encoder, the last one with padding on the right."""
+        """Returns texts for the encoder, with padding anywhere."""
         return [self._read(*sizes) for sizes in _READ]
 
-    def _read(self, batch: int, tokens: int, padding: int) -> dict[str, Any]:
+    def _read(self, batch: int, tokens: int) -> dict[str, Any]:
+        """Returns texts of which one is whole, and others have padding on a side, or within."""
         generator = torch.Generator().manual_seed(tokens)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (batch, tokens), generator=generator)
+        ids = torch.randint(_vocabulary(self._encoder), (batch, tokens), generator=generator)
         mask = torch.ones_like(ids)
-        mask[-1, tokens - padding :] = 0
-        return {_IDS: ids, "attention_mask": mask}
+        if tokens > 4:
+            mask[1:2, tokens // 2 :] = 0
+            mask[2:3, : tokens // 3] = 0
+            mask[3:4, 1 : tokens - 1 : 3] = 0
+        return {_IDS: ids.flip(0), "attention_mask": mask.flip(0)}
 
     def decoder_case(self, case: dict[str, Any]) -> dict[str, Any]:
         """Returns arguments of the decoder, but for its cache, instead of those of a text model."""
         batch, new = case[_IDS].shape
-        tokens = 5 + 2 * (new % 4)  # Not in one relation to S.
-        mask = self._read(batch, tokens, padding=2)["attention_mask"]
+        tokens = _READ_BEFORE.get(new, 11)
+        mask = self._read(batch, tokens)["attention_mask"]
         generator = torch.Generator().manual_seed(0)
         encoded = [
             torch.randn(batch, x.shape[1], tokens, x.shape[3], generator=generator).to(x.dtype)
             for layer in self._layers
             for x in layer
         ]
-        return {_IDS: case[_IDS], ENCODER_MASK: mask, CROSS_ATTENTION: encoded}
+        ids = case[_IDS] % _vocabulary(self._decoder)
+        return {_IDS: ids, ENCODER_MASK: mask, CROSS_ATTENTION: encoded}
+
+    def with_values(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Returns a decoder's arguments with keys and values of texts that the encoder has read.
+
+        Scores of random ones are so large that the softmax of some rounds to one token.
+        """
+        read = self._read(*case[ENCODER_MASK].shape)
+        with evaluating(self.model), torch.no_grad():
+            return case | {CROSS_ATTENTION: self.performed()(**read)}
 
     def dimensions(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the names of a case's symbolic dimensions."""
@@ -191,8 +211,8 @@ class EncoderParts(Parts):
             for number, (keys, values) in enumerate(pairs):
                 encoded.update(keys, values, number)
             batch, new = input_ids.shape
-            # Attention asks for B and T, and takes the keys.
-            read = encoded.layers[0].keys.new_zeros(*encoder_attention_mask.shape, 1)
+            # Attention asks for its shape, and takes the keys.
+            read = encoded.layers[0].keys.new_zeros(*encoder_attention_mask.shape, self._width)
             with exportable_models():
                 outputs = self._whole(
                     encoder_outputs=MoEModelOutput(last_hidden_state=read),
@@ -202,6 +222,10 @@ class EncoderParts(Parts):
                     use_cache=True,
                     **{cache_argument(self._whole): EncoderDecoderCache(kept, encoded)},
                 )
+            if not hasattr(outputs, "logits"):
+                raise ValueError(
+                    f"{type(self.model).__name__} gives no logits: choose another task"
+                )
             return outputs.logits, cache.held(kept)
 
         return decoder
@@ -209,24 +233,56 @@ class EncoderParts(Parts):
     # --- Are these the model? ---
 
     def check(self) -> None:
-        """Compares what the parts compute with what the whole model does.
+        """Compares what the parts compute with what the whole model does, with its own caches.
 
         Raises:
+            ExportError: If the model does not run.
             ValueError: If it differs.
         """
         model, name = self.model, type(self.model).__name__
-        case = self._read(*_READ[2])
-        text = case[_IDS][:, :7]
+        case = self._read(*_COMPARED)
+        text = (case[_IDS] % _vocabulary(self._decoder))[:, : sum(_WRITTEN)].split(_WRITTEN, dim=1)
         with state_kept(model), evaluating(model), torch.no_grad():
-            encoded = self.performed()(**case)
-            past, results = self.cache.empty(len(text)), []
-            for new in (text[:, :4], text[:, 4:]):
-                given = (case["attention_mask"], encoded, past)
-                logits, past = self.decoding()(new, *given)
-                results.append(logits)
-            expected = self._whole(**case, decoder_input_ids=text, use_cache=False).logits.float()
-        error = (torch.cat(results, 1).float() - expected).square().mean().sqrt()
-        if not error <= tolerance_for({x.dtype for x in model.parameters()}).rms * (
-            expected.square().mean().sqrt()
-        ):
+            try:
+                got, expected = self._written_by_parts(case, text), self._written(case, text)
+            except ValueError:
+                raise
+            except Exception as error:  # The model's own code runs.
+                raise ExportError(failures.explain(error)) from error
+        difference = (got - expected).square().mean().sqrt()
+        bound = tolerance_for({x.dtype for x in model.parameters()}).rms
+        if not difference <= bound * expected.square().mean().sqrt():
             raise ValueError(f"{name} computes other logits than its encoder and decoder by parts")
+
+    def _written_by_parts(self, case: dict[str, Any], text: Sequence[Tensor]) -> Tensor:
+        """Returns the logits of a text in several calls."""
+        encoded = self.performed()(**case)
+        past, results = self.cache.empty(len(text[0])), []
+        for new in text:
+            logits, past = self.decoding()(new, case["attention_mask"], encoded, past)
+            results.append(logits)
+        return torch.cat(results, 1).float()
+
+    def _written(self, case: dict[str, Any], text: Sequence[Tensor]) -> Tensor:
+        """Returns the whole model's."""
+        kept, results = None, []
+        read = self._encoder(case[_IDS], attention_mask=case["attention_mask"])
+        name = cache_argument(self._whole)
+        for new in text:
+            outputs = self._whole(
+                encoder_outputs=read,
+                attention_mask=case["attention_mask"],
+                decoder_input_ids=new,
+                use_cache=True,
+                **{name: kept},
+            )
+            kept = getattr(outputs, name)
+            results.append(outputs.logits)
+        return torch.cat(results, 1).float()
+
+
+def _vocabulary(part: nn.Module) -> int:
+    """Returns how many tokens an encoder or a decoder knows."""
+    owner: Any = part
+    size: int = owner.get_input_embeddings().weight.shape[0]
+    return size

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from threading import Lock
+from threading import Condition, RLock, get_ident
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -40,7 +40,9 @@ RESULTS: dict[Role, str] = {
 """What the file of a task gives first."""
 
 # Held while a forward is replaced or restored.
-_REPLACING = Lock()
+_REPLACING = Condition()
+turns = RLock()
+"""Held while the parts of a model are exported or verified: it performs one after another."""
 
 
 @contextlib.contextmanager
@@ -59,18 +61,27 @@ def performing(
     front of ``past_key_values``: ``past_sequence_length``. For the other tasks of one file
     ``forward(input_ids, attention_mask)`` returns one tensor; the parts of a task of several files
     take and return what their files do. Contexts of one role may overlap, also in several threads;
-    the last to end restores the forward.
+    the last to end restores the forward. Those of other roles wait for that.
     :func:`verify` does this itself.
 
     Raises:
-        ValueError: As :func:`export_language_model`.
+        ValueError: As :func:`export_language_model`, or if the same thread is in a context of
+            another role.
     """
     if role not in RESULTS and role not in FILES:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {role!r}")
+    form, thread = (role, bounded_windows, cache_length), get_ident()
     with _REPLACING:
         performed: Any = model.forward
-        form = role, bounded_windows, cache_length
-        if getattr(performed, "form", None) != form:
+        while getattr(performed, "form", form) != form:
+            if thread in performed.threads:
+                raise ValueError(
+                    f"{type(model).__name__} performs {performed.form[0]!r} here: end that before "
+                    f"{role!r}"
+                )
+            _REPLACING.wait()
+            performed = model.forward
+        if not hasattr(performed, "form"):
             if role in FILES:
                 performed = _part(model, role, bounded_windows=bounded_windows)
             elif role == "text-generation-with-past":
@@ -84,19 +95,20 @@ def performing(
                 )
             else:
                 performed = _without_past(model, RESULTS[role])
-            performed.form, performed.contexts = form, 0
+            performed.form, performed.threads = form, []
             performed.original = vars(model).get("forward")  # accelerate's hooks set one.
             model.forward = performed
-        performed.contexts += 1
+        performed.threads.append(thread)
     try:
         yield
     finally:
         with _REPLACING:
-            performed.contexts -= 1
-            if not performed.contexts:
+            performed.threads.remove(thread)
+            if not performed.threads:
                 del model.forward
                 if performed.original is not None:
                     model.forward = performed.original
+                _REPLACING.notify_all()
 
 
 def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Role | None:

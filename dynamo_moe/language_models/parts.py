@@ -41,6 +41,10 @@ class Parts(ABC):
     def decoder_case(self, case: dict[str, Any]) -> dict[str, Any]:
         """Returns arguments of the decoder, but for its cache, instead of those of a text model."""
 
+    def with_values(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Returns a decoder's arguments as a model with values has them from its other parts."""
+        return case
+
     @abstractmethod
     def dimensions(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the names of a case's symbolic dimensions."""

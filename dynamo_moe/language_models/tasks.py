@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
-from dynamo_moe.files import cache_entries, library_operators, model_parts
+from dynamo_moe.files import cache_entries, library_operators, model_files, model_parts
 from dynamo_moe.files.cache_entries import MASK, PAST_LENGTH, SEQUENCE, TOTAL, CacheEntry
 from dynamo_moe.files.model_parts import FILES, PARTS, PartName, PartTask
 from dynamo_moe.language_models.caches import ModelCache
 from dynamo_moe.language_models.cases import (
     LEAST_ROOM,
     check_cache,
+    check_parts,
     example_case,
     example_length,
     has_values,
@@ -41,6 +43,7 @@ from dynamo_moe.language_models.forwards import (
     cache_of,
     parts_of,
     performing,
+    turns,
 )
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.sharding import Plan, sharded
@@ -121,7 +124,8 @@ def export_language_model(
             file, which then runs with the library alone.
         options: ``target``, ``body``, ``opset``, ``fuse``, ``shared_cache``, ``external_data``,
             ``link_weights``, ``layers_as_functions``, ``repeated_blocks``, ``ranks``, ``plan``,
-            ``progress`` and ``profile`` of :func:`export`; no ``ranks`` with a folder. With plan
+            ``progress`` and ``profile`` of :func:`export`; no ``ranks`` with a folder, no
+            ``link_weights`` with a task of several files. With plan
             ``experts+heads`` each rank's file has its own heads of keys and values, G / ranks.
 
     Returns:
@@ -151,7 +155,8 @@ def export_language_model(
     check_folder(path, folder, links=options.get("link_weights", False))
     if task == "image-text-to-text" or task == "text2text-generation-with-past":  # noqa: PLR1714
         bounded = bounded_windows
-        return _export_parts(model, Path(path), task, folder, options, bounded_windows=bounded)
+        with turns:
+            return _export_parts(model, Path(path), task, folder, options, bounded_windows=bounded)
     role: Role = task
     form: dict[str, Any] = {"bounded_windows": bounded_windows, "cache_length": cache_length}
     if role == "text-generation-with-past" and options.get("ranks") is not None:
@@ -182,6 +187,12 @@ def export_language_model(
         )
         size = sum(file.stat().st_size for file in files)
         return replace(report, files=tuple(files), file_bytes=size, notes=(*report.notes, *notes))
+
+
+_NOT_COMPARED = (
+    "its parts were not compared with the whole model, whose weights have no values here: verify, "
+    "with a model that has them, does so"
+)
 
 
 def _check_cache_length(
@@ -236,27 +247,53 @@ def _export_parts(
     if kind is not None:
         what = "sees pictures" if task == "image-text-to-text" else "has an encoder"
         raise ValueError(f"no folder for {kind} can hold a model that {what}")
-    check_place(folder, links=options.get("link_weights", False))
+    if options.get("link_weights"):
+        raise ValueError(f"task {task!r} writes several files, none of which links its weights")
+    check_place(folder, links=False)
+    others = [
+        FILES[part] for part in FILES if part not in PARTS[task] and (folder / FILES[part]).exists()
+    ]
+    if others:
+        raise ValueError(f"{folder} has {', '.join(others)} of another task: name another folder")
+    check_parts(model, PARTS[task][0])
     reports: dict[PartName, ExportReport] = {}
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as written:
         for part in PARTS[task]:
             own = {} if part == "decoder" else {"shared_cache": False}
             with performing(model, part, bounded_windows=bounded_windows):
-                parts = parts_of(model)
-                if parts is not None and part == PARTS[task][0] and has_values(model):
-                    parts.check()
                 check_cache(model)
                 reports[part] = _export(model, Path(written) / FILES[part], part, options | own)
-        folder.mkdir(exist_ok=True)
-        moved = [
-            file.replace(folder / file.name) for report in reports.values() for file in report.files
-        ]
+        files = [file for report in reports.values() for file in (*report.files, *report.profile)]
+        moved = model_files.move_together(files, folder, old=Path(written) / "old")
+    report = _merged(reports, folder / FILES["decoder"], moved)
+    return report if has_values(model) else replace(report, notes=(*report.notes, _NOT_COMPARED))
+
+
+def _merged(
+    reports: Mapping[PartName, ExportReport], path: Path, files: Sequence[Path]
+) -> ExportReport:
+    """Returns the report of all parts: what each says, and the sums of what is counted."""
+    each = reports.values()
+
+    profile = tuple(path.parent / file.name for report in each for file in report.profile)
+
+    def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        return dict(sum(map(Counter, counts), Counter[str]()))
+
     return replace(
         reports["decoder"],
-        path=folder / FILES["decoder"],
-        files=tuple(moved),
-        file_bytes=sum(report.file_bytes for report in reports.values()),
-        seconds=sum(report.seconds for report in reports.values()),
+        path=path,
+        files=tuple(file for file in files if file not in profile),
+        layers=tuple(layer for report in each for layer in report.layers),
+        operators=summed(report.operators for report in each),
+        nodes=summed(report.nodes for report in each),
+        parameters_bytes=sum(report.parameters_bytes for report in each),
+        file_bytes=sum(report.file_bytes for report in each),
+        seconds=sum(report.seconds for report in each),
+        phases=summed(report.phases for report in each),
+        blocks=tuple(f"{part}: {x}" for part, report in reports.items() for x in report.blocks),
+        notes=tuple(f"{part}: {x}" for part, report in reports.items() for x in report.notes),
+        profile=profile,
     )
 
 

@@ -633,22 +633,24 @@ def _compiled(condition: Any) -> tuple[list[Any], Callable[..., bool | None]]:
     what it has put in. It answers where Python has no such function.
     """
     symbols = sorted(condition.free_symbols, key=str)
-    try:
+    # Python would round what is no integer.
+    is_exact = all(number.is_Integer for number in condition.atoms(sympy.Rational))
+    is_exact &= all(power.exp.is_nonnegative for power in condition.atoms(sympy.Pow))
+    function: Callable[..., Any] | None = None
+    with contextlib.suppress(Exception):  # sympy's printer raises errors of several kinds.
         function = sympy.lambdify(symbols, condition, [_IN_PYTHON, "math"], _PRINTER)
-    except Exception:  # sympy's printer raises errors of several kinds.
-        function = None
 
     def holds(*sizes: int | None) -> bool | None:
-        if None in sizes:
+        if function is not None and is_exact:
+            # A size or a function is unknown, or a remainder by 0 is of no importance.
+            with contextlib.suppress(NameError, TypeError, ArithmeticError, ValueError):
+                return bool(function(*sizes))
+        known = {s: size for s, size in zip(symbols, sizes, strict=True) if size is not None}
+        try:
+            value = condition.subs(known)
+        except (ArithmeticError, ValueError, AssertionError):
             return None
-        # Such as a remainder by 0, or in PyTorch's functions, by a negative number.
-        with contextlib.suppress(ArithmeticError, ValueError, AssertionError):
-            try:
-                value = function(*sizes)
-            except (NameError, TypeError):  # Of what it has no function for.
-                value = condition.subs(dict(zip(symbols, sizes, strict=True)))
-            return {True: True, False: False, sympy.true: True, sympy.false: False}.get(value)
-        return None
+        return {sympy.true: True, sympy.false: False}.get(value)
 
     return symbols, holds
 

@@ -189,7 +189,12 @@ class _Comparison:
 
 def _visible(tensors: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
     """Returns what of each tensor belongs to tokens that are kept, where it has an axis of them."""
-    return [
-        tensor if kept is None or tensor.shape[:2] != kept.shape else tensor[kept]
-        for tensor in tensors
-    ]
+
+    def visible(tensor: Tensor) -> Tensor:
+        if kept is not None and tensor.shape[:2] == kept.shape:
+            return tensor[kept]
+        if kept is not None and tensor.ndim == 4 and tensor.shape[::2] == kept.shape:
+            return tensor.transpose(1, 2)[kept]  # Keys or values, by heads.
+        return tensor
+
+    return [*map(visible, tensors)]

@@ -177,12 +177,16 @@ def verify(
 
 def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> VerificationReport:
     """Compares each file of a folder; returns the cases of all."""
-    files = model_parts.files_in(folder).values()
+    parts = model_parts.files_in(folder)
+    files = parts.values()
     library = options.pop("library")
     computed = {file for file in files if library and operator_nodes(inlined(load_graph(file)))}
     if library and not computed:
         raise ValueError(_no_operators(folder))
-    reports = [verify(file, model, library=file in computed, **options) for file in files]
+    whole: Any = unwrapped(model)
+    with language_models.turns:
+        reports = [verify(file, model, library=file in computed, **options) for file in files]
+        language_models.check_parts(whole, next(iter(parts)))
     cases = tuple(case for report in reports for case in report.cases)
     by_operator = tuple(node for report in reports for node in report.by_operator or ())
     by_function = tuple(node for report in reports for node in report.by_function)

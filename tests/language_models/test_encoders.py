@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import transformers
 import dynamo_moe
 from cli_models import run
 from dynamo_moe.files.model_parts import KEY
+from dynamo_moe.language_models import performing
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES
 
@@ -32,7 +35,6 @@ BART = {
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
     "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
     "forced_eos_token_id": None,
 }
 GEMMA = {
@@ -56,8 +58,12 @@ def build(name: str, **changes: Any) -> Any:
     kinds: dict[str, Callable[[], Any]] = {
         "t5": lambda: code.T5Config(**T5, num_decoder_layers=1, decoder_start_token_id=0),
         "umt5": lambda: code.UMT5Config(**T5, decoder_start_token_id=0),
-        "bart": lambda: code.BartConfig(**BART, decoder_start_token_id=2),
-        "marian": lambda: code.MarianConfig(**BART, decoder_start_token_id=2, pad_token_id=0),
+        "bart": lambda: code.BartConfig(
+            **BART, decoder_start_token_id=2, tie_word_embeddings=False
+        ),
+        "marian": lambda: code.MarianConfig(
+            **BART, decoder_start_token_id=2, pad_token_id=0, **changes
+        ),
         "t5gemma": lambda: code.T5GemmaConfig(
             encoder=GEMMA,
             decoder=GEMMA | {"num_hidden_layers": 3},
@@ -197,6 +203,161 @@ def test_verify_notices_other_keys(switch: tuple[Any, Path]) -> None:
     assert dynamo_moe.verify(switch[1] / "decoder.onnx", other).passed
 
 
+class Change:
+    """Nodes in front of a graph, whose results take the place of what it reads."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.nodes: list[onnx.NodeProto] = []
+
+    def number(self, name: str, value: int) -> str:
+        self.graph.initializer.append(onnx.numpy_helper.from_array(np.array([value]), name))
+        return name
+
+    def node(self, op_type: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(onnx.helper.make_node(op_type, inputs, [output], **attributes))
+        return output
+
+    def instead_of(self, name: str, other: str) -> None:
+        for node in self.graph.node:
+            renamed = [other if x == name else x for x in node.input]
+            del node.input[:]
+            node.input.extend(renamed)
+
+    def put_in_front(self) -> None:
+        for node in reversed(self.nodes):
+            self.graph.node.insert(0, node)
+
+
+def read_eleven_tokens(change: Change) -> None:
+    begin, end = change.number("begin", 0), change.number("end", 11)
+    axes = {1: change.number("axis_1", 1), 2: change.number("axis_2", 2)}
+    for value in [*change.graph.input]:
+        axis = {"cross_attention": 2, "encoder_attention_mask": 1}.get(value.name.split(".")[0])
+        if axis is not None:
+            arguments = [begin, end, axes[axis]]
+            first = change.node("Slice", [value.name, *arguments], f"{value.name}.first")
+            change.instead_of(value.name, first)
+
+
+def take_the_last_rows_mask(change: Change) -> None:
+    mask = "encoder_attention_mask"
+    row = change.node("Gather", [mask, change.number("last", -1)], "row", axis=0)
+    shape = change.node("Shape", [mask], "rows")
+    change.instead_of(mask, change.node("Expand", [row, shape], "all_rows"))
+
+
+def read_padding_on_the_right_alone(change: Change) -> None:
+    mask = "attention_mask"
+    shape = change.node("Shape", [mask], "shape")
+    length = change.node("Gather", [shape, change.number("one", 1)], "length")
+    top = onnx.helper.make_node("TopK", [mask, length], ["sorted", "order"], axis=1)
+    change.nodes.append(top)
+    change.instead_of(mask, "sorted")
+
+
+def take_far_tokens_for_nearer_ones(change: Change) -> None:
+    """Beyond 45 tokens apart."""
+    for tensor in change.graph.initializer:
+        value = onnx.numpy_helper.to_array(tensor)
+        if value.dtype == np.int64 and value.size == 1 and value.item() == 15:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.full_like(value, 12), tensor.name))
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("decoder", read_eleven_tokens),
+        ("decoder", take_the_last_rows_mask),
+        ("encoder", read_padding_on_the_right_alone),
+        ("encoder", take_far_tokens_for_nearer_ones),
+    ],
+)
+def test_verify_notices_what_is_read_otherwise(
+    part: str, changed: Callable[[Change], None], switch: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, folder = switch
+    file = onnx.load(folder / f"{part}.onnx")
+    change = Change(file.graph)
+    changed(change)
+    change.put_in_front()
+    onnx.save(file, tmp_path / f"{part}.onnx")
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(tmp_path / f"{part}.onnx", model)
+
+
+def test_threads_export_one_model(switch: tuple[Any, Path], tmp_path: Path) -> None:
+    """One at a time has the encoder's role, and the other the decoder's."""
+    model, folder = switch
+
+    def export(number: int) -> bytes:
+        path = tmp_path / str(number)
+        dynamo_moe.export_language_model(model, path, task=TASK)
+        return b"".join((path / f"{part}.onnx").read_bytes() for part in ("encoder", "decoder"))
+
+    expected = b"".join((folder / f"{part}.onnx").read_bytes() for part in ("encoder", "decoder"))
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(export, range(2))] == [expected] * 2
+    with performing(model, "encoder"), pytest.raises(ValueError, match="performs 'encoder' here"):
+        dynamo_moe.verify(folder / "decoder.onnx", model)
+
+
+def test_a_folder_is_replaced_as_a_whole(
+    switch: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = switch
+    copied = shutil.copytree(folder, tmp_path / "model")
+    before = {file.name: file.read_bytes() for file in copied.iterdir()}
+    replace = Path.replace
+
+    def fails(self: Path, target: Path) -> Path:
+        if Path(target) == copied / "decoder.onnx" and "old" not in self.parts:
+            raise OSError("the disk is full")
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fails)
+        with pytest.raises(OSError, match="the disk is full"):
+            dynamo_moe.export_language_model(model, copied, task=TASK, external_data=True)
+    assert {file.name: file.read_bytes() for file in copied.iterdir()} == before
+    report = dynamo_moe.export_language_model(model, copied, task=TASK, external_data=True)
+    assert sorted(report.files) == sorted(copied.iterdir())
+    assert report.layers == ("encoder.block.1.layer.1.mlp", "decoder.block.1.layer.2.mlp")
+    assert report.operators == {"DroplessMoEExperts": 2}
+    (copied / "vision.onnx").touch()
+    with pytest.raises(ValueError, match=r"has vision\.onnx of another task: name another folder"):
+        dynamo_moe.export_language_model(model, copied, task=TASK)
+    with pytest.raises(ValueError, match=r"has vision\.onnx of another task"):
+        dynamo_moe.generate(copied, [[5]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("capacity", [2, 64])
+def test_experts_of_a_capacity(capacity: int, tmp_path: Path) -> None:
+    """In one call they drop tokens that they take in several."""
+    model = build("switch_transformers", expert_capacity=capacity)
+    ids, mask = prompts()
+    expected = written(model, ids, mask)
+    dynamo_moe.convert(model)
+    dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    result = dynamo_moe.generate(tmp_path / "model", ids, mask, max_new_tokens=32)
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_two_vocabularies_and_another_beginning(tmp_path: Path) -> None:
+    model = build("marian", decoder_vocab_size=40, share_encoder_decoder_embeddings=False)
+    model.generation_config.decoder_start_token_id = None
+    model.generation_config.bos_token_id = 7
+    expected = written(model, *prompts(), pad_token_id=0)
+    assert (expected[:, 0] == 7).all()
+    dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    result = dynamo_moe.generate(tmp_path / "model", *prompts(), max_new_tokens=32)
+    np.testing.assert_array_equal(result, expected)
+    model.generation_config.decoder_start_token_id = [3, 4, 5]
+    with performing(model, "decoder"):
+        described = model.forward.parts.described()
+    assert described.decoder_start_token_id is None
+
+
 def test_what_it_begins_with_may_be_unknown(switch: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = switch
     for part in ("encoder", "decoder"):
@@ -215,11 +376,11 @@ def test_what_it_begins_with_may_be_unknown(switch: tuple[Any, Path], tmp_path: 
 
 def test_arguments_of_generate(switch: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = switch
-    with pytest.raises(ValueError, match=r"decoder_input_ids must be integers \[1, S\], got int64"):
+    with pytest.raises(ValueError, match=r"decoder_input_ids must be integers \[1, L\] of at "):
         dynamo_moe.generate(folder, [[5]], max_new_tokens=1, decoder_input_ids=[[0], [0]])
     with pytest.raises(ValueError, match="row 0 of attention_mask has no 1"):
         dynamo_moe.generate(folder, [[5]], [[0]], max_new_tokens=1)
-    with pytest.raises(ValueError, match=r"an encoder of text sees no pictures \(pixel_values\)"):
+    with pytest.raises(ValueError, match="a model with an encoder takes no pixel_values: pictures"):
         dynamo_moe.generate(folder, [[5]], max_new_tokens=1, pixel_values=np.zeros(3))
     decoder = folder / "decoder.onnx"
     with pytest.raises(ValueError, match="decoder_input_ids are for the folder of a model with an"):
@@ -254,6 +415,8 @@ def test_what_the_parts_cannot_say_is_refused(tmp_path: Path) -> None:
         refused(t5, task="image-text-to-text")
     with pytest.raises(ValueError, match="MixtralForCausalLM has no encoder: choose another task"):
         refused(ARCHITECTURES["mixtral"].build())
+    with pytest.raises(ValueError, match="writes several files, none of which links its weights"):
+        refused(t5, link_weights=True)
     t5.__class__ = ReadsItsEncoder
     with pytest.raises(ValueError, match="ReadsItsEncoder computes other logits than its encoder"):
         refused(t5)
@@ -261,6 +424,17 @@ def test_what_the_parts_cannot_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="takes input_features, not input_ids"):
         refused(transformers.WhisperForConditionalGeneration(whisper).eval())
     assert not list(tmp_path.iterdir())
+
+
+def test_what_lazy_weights_do_not_show_verify_does(tmp_path: Path) -> None:
+    model = build("t5")
+    model.save_pretrained(tmp_path / "checkpoint")
+    opened = dynamo_moe.open_checkpoint(tmp_path / "checkpoint")
+    opened.__class__ = model.__class__ = ReadsItsEncoder
+    report = dynamo_moe.export_language_model(opened, tmp_path / "model", task=TASK)
+    assert any("were not compared with the whole model" in note for note in report.notes)
+    with pytest.raises(ValueError, match="ReadsItsEncoder computes other logits than its encoder"):
+        dynamo_moe.verify(tmp_path / "model", model)
 
 
 def test_a_checkpoint_on_the_command_line(switch: tuple[Any, Path], tmp_path: Path) -> None:

@@ -515,7 +515,8 @@ _S, _T = sympy.symbols("s77 s9", integer=True, positive=True)
         sizes.Max(1, _S - _T) < sizes.Min(_S, 5),
         (_S > 2) & (_T < 4) | sympy.Not(sympy.Eq(_S, 7)),
         sympy.Piecewise((_S > 3, _T > 2), (_S < 8, True)),
-        _S / 2 > _T,
+        _T / 3 + sympy.Rational(1, 3) < _S / 3,
+        sympy.Eq(sympy.sqrt(_S) * sympy.sqrt(_T), 6),
         abs(_S - _T) > 2,
         sizes.PowByNatural(_S, 2) < 20,
         # Python has none of these.
@@ -533,6 +534,18 @@ def test_conditions_as_functions_are_sympys(condition: Any) -> None:
     assert all(type(answer) is bool and answer == bool(right) for answer, right in answers)
     assert len({answer for answer, _ in answers}) == 2
     assert function(*[None] * len(symbols)) is None
+
+
+def test_a_part_that_has_no_answer() -> None:
+    """It may be of no importance, and so may a size that is not known."""
+    symbols, function = fixed_sizes._compiled((_T <= 3) | sympy.Eq(sizes.Mod(_S, _T - 3), 0))
+    assert symbols == [_S, _T]
+    assert [function(7, 3), function(7, 5), function(8, 5), function(None, 2)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_condition_that_has_no_answer() -> None:
