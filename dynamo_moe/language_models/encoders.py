@@ -38,7 +38,7 @@ _ENCODED = "encoder_sequence"
 # B and T of the encoder's cases. The last are beyond the distances that T5 tells apart.
 _READ = ((2, 5), (1, 1), (3, 9), (4, 40), (2, 150))
 # T of a decoder's cases, by S: none is in one relation to it.
-_READ_BEFORE = {1: 40, 3: 11, 5: 1, 4: 9, 33: 7, 2: 150, 130: 3}
+_READ_BEFORE = {1: 9, 3: 11, 4: 11, 5: 1, 33: 40, 2: 150, 130: 7}
 # The case that is compared with the whole model, and how many tokens it writes in two calls.
 _COMPARED, _WRITTEN = (4, 9), (2, 1)
 
@@ -98,10 +98,16 @@ class EncoderParts(Parts):
         """Returns texts for the encoder, with padding anywhere."""
         return [self._read(*sizes) for sizes in _READ]
 
+    def _vocabulary(self, part: nn.Module) -> int:
+        """Returns how many tokens an encoder or a decoder knows."""
+        owner: Any = part if hasattr(part, "get_input_embeddings") else self.model
+        size: int = owner.get_input_embeddings().weight.shape[0]
+        return size
+
     def _read(self, batch: int, tokens: int) -> dict[str, Any]:
         """Returns texts of which one is whole, and others have padding on a side, or within."""
         generator = torch.Generator().manual_seed(tokens)
-        ids = torch.randint(_vocabulary(self._encoder), (batch, tokens), generator=generator)
+        ids = torch.randint(self._vocabulary(self._encoder), (batch, tokens), generator=generator)
         mask = torch.ones_like(ids)
         if tokens > 4:
             mask[1:2, tokens // 2 :] = 0
@@ -120,7 +126,7 @@ class EncoderParts(Parts):
             for layer in self._layers
             for x in layer
         ]
-        ids = case[_IDS] % _vocabulary(self._decoder)
+        ids = case[_IDS] % self._vocabulary(self._decoder)
         return {_IDS: ids, ENCODER_MASK: mask, CROSS_ATTENTION: encoded}
 
     def with_values(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +247,9 @@ class EncoderParts(Parts):
         """
         model, name = self.model, type(self.model).__name__
         case = self._read(*_COMPARED)
-        text = (case[_IDS] % _vocabulary(self._decoder))[:, : sum(_WRITTEN)].split(_WRITTEN, dim=1)
+        text = (case[_IDS] % self._vocabulary(self._decoder))[:, : sum(_WRITTEN)].split(
+            _WRITTEN, dim=1
+        )
         with state_kept(model), evaluating(model), torch.no_grad():
             try:
                 got, expected = self._written_by_parts(case, text), self._written(case, text)
@@ -279,10 +287,3 @@ class EncoderParts(Parts):
             kept = getattr(outputs, name)
             results.append(outputs.logits)
         return torch.cat(results, 1).float()
-
-
-def _vocabulary(part: nn.Module) -> int:
-    """Returns how many tokens an encoder or a decoder knows."""
-    owner: Any = part
-    size: int = owner.get_input_embeddings().weight.shape[0]
-    return size
