@@ -66,9 +66,9 @@ def generate(
         decoder_input_ids: Behind an encoder, all that the text begins with, ``[B, S]``; None: the
             token that the model begins with.
         pictures: With the folder of a model that sees some, what its ``vision.onnx`` takes, by
-            name: ``pixel_values``, and ``image_grid_thw`` if it does, as the model's image
-            processor makes them. The pictures are those of all rows in order; each has its tokens
-            in ``input_ids``.
+            name: ``pixel_values``, and ``image_grid_thw`` or ``image_position_ids`` if it does, as
+            the model's image processor makes them. The pictures are those of all rows in order;
+            each has its tokens in ``input_ids``.
 
     Returns:
         The prompts with what follows, ``[B, L + new]``, as ``generate`` of transformers does;

@@ -16,7 +16,12 @@ from dynamo_moe.files.cache_entries import MASK, PAST_LENGTH
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.files.model_parts import PartName
 from dynamo_moe.language_models.caches import ModelCache, Past
-from dynamo_moe.language_models.forwards import cache_of, parts_of, performing
+from dynamo_moe.language_models.forwards import (
+    cache_of,
+    is_of_transformers,
+    parts_of,
+    performing,
+)
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tolerances import tolerance_for
@@ -221,14 +226,14 @@ def _in_two_calls(case: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     return calls, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def check_parts(model: PreTrainedModel, first: PartName) -> None:
-    """Compares the parts of a model with the whole of it, if weights have values.
+def check_parts(model: torch.nn.Module, first: PartName) -> None:
+    """Compares the parts of a model of transformers with the whole, if weights have values.
 
     Raises:
         ExportError: If the model does not run.
         ValueError: If they compute something else.
     """
-    if has_values(model):
+    if is_of_transformers(model) and has_values(model):
         with performing(model, first), exclusive():
             parts = parts_of(model)
             if parts is not None:

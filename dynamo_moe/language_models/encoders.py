@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 CROSS_ATTENTION = "cross_attention"
 ENCODER_MASK = "encoder_attention_mask"
 _IDS = "input_ids"
-_ENCODED = "encoder_sequence"
-"""The size T."""
+_ENCODED = "encoder_sequence"  # T.
 
 # B and T of the encoder's cases. The last are beyond the distances that T5 tells apart.
 _READ = ((2, 5), (1, 1), (3, 9), (4, 40), (2, 150))

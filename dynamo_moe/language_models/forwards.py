@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from threading import Condition, RLock, get_ident
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -111,10 +111,15 @@ def performing(
                 _REPLACING.notify_all()
 
 
+def is_of_transformers(model: torch.nn.Module) -> TypeGuard[PreTrainedModel]:
+    """Whether transformers has made a model, which need not be installed."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
 def role_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Role | None:
     """Returns the role of a file with these inputs and outputs; None if the model has none."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if not is_of_transformers(model):
         return None
     part = EncoderParts.role_of(inputs, outputs) or PictureParts.role_of(inputs, outputs)
     if part is not None:
