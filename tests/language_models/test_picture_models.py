@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from sklearn.datasets import load_sample_image
 
 import dynamo_moe
 from dynamo_moe.files.model_parts import FILES, PARTS, ModelPart, grid_positions
@@ -185,6 +186,26 @@ def test_patches_are_rounded_where_the_model_does(tmp_path: Path) -> None:
     dynamo_moe.convert(model)
     dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
     assert dynamo_moe.verify(tmp_path / "model", model).passed
+
+
+@pytest.mark.every
+def test_patches_of_its_own_image_processor(tmp_path: Path) -> None:
+    """Of two pictures, each padded to as many patches."""
+    code = pytest.importorskip("transformers.models.gemma4.image_processing_pil_gemma4")
+    processor = code.Gemma4ImageProcessorPil(
+        patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    )
+    photographs = [load_sample_image("flower.jpg"), load_sample_image("china.jpg")[:200]]
+    pictures = dict(processor(photographs, return_tensors="pt"))
+    first, second = ([count] for count in pictures.pop("num_soft_tokens_per_image").tolist())
+    ids, mask = prompts([5, first, 9], [7, 8, second, 4])
+    model = PICTURE_MODELS["gemma4"].build()
+    expected = written(model, ids, mask, pictures)
+    dynamo_moe.convert(model)
+    dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    text = dynamo_moe.generate(tmp_path / "model", ids, mask, max_new_tokens=16, **pictures)
+    np.testing.assert_array_equal(text, expected)
+    assert (text[0, -16:] != text[1, -16:]).any()
 
 
 def test_embeddings_of_each_layer_are_refused(tmp_path: Path) -> None:
