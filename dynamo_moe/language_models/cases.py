@@ -102,7 +102,8 @@ def verification_cases(model: PreTrainedModel, *, one_goes_on: bool = False) -> 
     parts, cache = parts_of(model), cache_of(model)
     if parts is not None and cache is None:
         return [
-            DrawnCase(case, optional=number > _NEEDED) for number, case in enumerate(parts.cases())
+            DrawnCase(case, number > _NEEDED, case[MASK] == 1 if MASK in case else None)
+            for number, case in enumerate(parts.cases())
         ]
     check_cache(model)
     drawn = []

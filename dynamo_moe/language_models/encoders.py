@@ -21,7 +21,6 @@ from dynamo_moe.language_models.caches import ModelCache, Past, cache_argument, 
 from dynamo_moe.language_models.parts import Parts
 from dynamo_moe.model_graph import ExportError
 from dynamo_moe.restoring import state_kept
-from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.tracing.exportable_models import exportable_models
@@ -256,9 +255,7 @@ class EncoderParts(Parts):
                 raise
             except Exception as error:  # The model's own code runs.
                 raise ExportError(failures.explain(error)) from error
-        difference = (got - expected).square().mean().sqrt()
-        bound = tolerance_for({x.dtype for x in model.parameters()}).rms
-        if not difference <= bound * expected.square().mean().sqrt():
+        if not self.agree(got, expected):
             raise ValueError(f"{name} computes other logits than its encoder and decoder by parts")
 
     def _written_by_parts(self, case: dict[str, Any], text: Sequence[Tensor]) -> Tensor:
@@ -268,7 +265,7 @@ class EncoderParts(Parts):
         for new in text:
             logits, past = self.decoding()(new, case["attention_mask"], encoded, past)
             results.append(logits)
-        return torch.cat(results, 1).float()
+        return torch.cat(results, 1)
 
     def _written(self, case: dict[str, Any], text: Sequence[Tensor]) -> Tensor:
         """Returns the whole model's."""
@@ -285,4 +282,4 @@ class EncoderParts(Parts):
             )
             kept = getattr(outputs, name)
             results.append(outputs.logits)
-        return torch.cat(results, 1).float()
+        return torch.cat(results, 1)

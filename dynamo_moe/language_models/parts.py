@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynamo_moe.files.model_parts import ModelPart, PartName
+from dynamo_moe.tolerances import tolerance_for
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 
@@ -56,6 +57,12 @@ class Parts(ABC):
     @abstractmethod
     def performed(self) -> Callable[..., Any]:
         """Returns a forward of a part that has no cache."""
+
+    def agree(self, got: Tensor, expected: Tensor) -> bool:
+        """Whether two results are the same but for what the model's dtypes round."""
+        bound = tolerance_for({x.dtype for x in self.model.parameters()}).rms
+        rms = expected.float().square().mean().sqrt()
+        return bool((got.float() - expected.float()).square().mean().sqrt() <= bound * rms)
 
     @abstractmethod
     def check(self) -> None:

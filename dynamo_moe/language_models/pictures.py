@@ -25,7 +25,6 @@ from dynamo_moe.model_graph import ExportError
 from dynamo_moe.private import transformers as private
 from dynamo_moe.private.pytorch import is_exporting, without_values
 from dynamo_moe.restoring import state_kept
-from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.packed_pictures import (
     listed_pictures,
@@ -419,11 +418,9 @@ class PictureParts(Parts):
         own_mask = known.get("attention_mask", mask)
         if not isinstance(own_mask, Tensor) or own_mask.shape != mask.shape:
             self._check_logits(ids, mask, embeds)
-        dtypes = {x.dtype for x in model.parameters()}
         pairs = {EMBEDS: (embeds, known[EMBEDS]), FEATURES: (packed[0], features)}
         for what, (ours, theirs) in pairs.items():
-            error = (ours.float() - theirs.float()).square().mean().sqrt()
-            if not error <= tolerance_for(dtypes).rms * theirs.float().square().mean().sqrt():
+            if not self.agree(ours, theirs):
                 raise ValueError(f"{name} computes other {what} than its parts")
         positions = known.get("position_ids")
         if self.positions == "grid":
@@ -442,9 +439,7 @@ class PictureParts(Parts):
             expected = self._whole(input_ids=ids, **given, **of_types, **self.pictures).logits
             of_types = {} if self._types is None else {self._types: types}
             logits = self._whole(inputs_embeds=embeds, **given, **of_types).logits
-        error = (logits.float() - expected.float()).square().mean().sqrt()
-        bound = tolerance_for({x.dtype for x in model.parameters()}).rms
-        if not error <= bound * expected.float().square().mean().sqrt():
+        if not self.agree(logits, expected):
             raise ValueError(f"the tokens of a picture see one another in {type(model).__name__}")
 
     def _packed_vision(self) -> list[Tensor]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import sympy
 import torch
-from sympy.printing.lambdarepr import LambdaPrinter
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -30,6 +28,7 @@ from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
 from dynamo_moe.tracing.in_place import changed_inputs
 from dynamo_moe.tracing.nodes import ASSERTIONS
+from dynamo_moe.tracing.size_conditions import compiled
 from dynamo_moe.tracing.size_decisions import Decision
 
 # Sizes that are tried, beside those next to the example's and to numbers in a condition.
@@ -48,18 +47,6 @@ _NO_SIZE = 2**31
 # Elements of the inputs up to which a run has one thread. T5-small's trials of 2 x 2 tokens take
 # 0.2 s of it; with a thread on each of two busy cores, which wait for each other, up to 3 s.
 _FEW_ELEMENTS = 2**15
-
-# What PyTorch's functions of sizes are in Python, by their names.
-_IN_PYTHON: dict[str, Callable[..., Any]] = {
-    "CeilDiv": lambda a, b: -(-a // b),
-    "CleanDiv": operator.floordiv,
-    "FloorDiv": operator.floordiv,
-    "Max": max,
-    "Min": min,
-    "Mod": operator.mod,
-    "ModularIndexing": lambda base, divisor, modulus: base // divisor % modulus,
-    "PythonMod": operator.mod,
-}
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -528,7 +515,7 @@ class _Trials:
         answers takes a fifth off the export of a small Mixtral with its cache.
         """
         if condition not in self._compiled:
-            self._compiled[condition] = _compiled(condition)
+            self._compiled[condition] = compiled(condition)
         symbols, function = self._compiled[condition]
         key = condition, tuple(sizes.get(symbol) for symbol in symbols)
         if key not in self._answers:
@@ -613,46 +600,6 @@ def _is_relation(condition: Any) -> bool:
     if not isinstance(condition, sympy.core.relational.Relational):
         return True
     return not any(side.is_number and side != 0 for side in condition.args)
-
-
-class _Printer(LambdaPrinter):  # type: ignore[misc]
-    """Prints sizes as Python."""
-
-    def _print_Mod(self, expr: Any) -> str:  # noqa: N802  The printer looks for it.
-        """Returns a call: sympy's ``%`` is without brackets around PyTorch's remainders."""
-        return "Mod({}, {})".format(*map(self.doprint, expr.args))
-
-
-_PRINTER = _Printer({"allow_unknown_functions": True})
-
-
-def _compiled(condition: Any) -> tuple[list[Any], Callable[..., bool | None]]:
-    """Returns a condition's symbols, and a function of their sizes: None if it cannot be told.
-
-    Half of the export of DeepSeek-V4 with its cache was sympy's own substitution, which simplifies
-    what it has put in. It answers where Python has no such function.
-    """
-    symbols = sorted(condition.free_symbols, key=str)
-    # Python would round what is no integer.
-    is_exact = all(number.is_Integer for number in condition.atoms(sympy.Rational))
-    is_exact &= all(power.exp.is_nonnegative for power in condition.atoms(sympy.Pow))
-    function: Callable[..., Any] | None = None
-    with contextlib.suppress(Exception):  # sympy's printer raises errors of several kinds.
-        function = sympy.lambdify(symbols, condition, [_IN_PYTHON, "math"], _PRINTER)
-
-    def holds(*sizes: int | None) -> bool | None:
-        if function is not None and is_exact:
-            # A size or a function is unknown, or a remainder by 0 is of no importance.
-            with contextlib.suppress(NameError, TypeError, ArithmeticError, ValueError):
-                return bool(function(*sizes))
-        known = {s: size for s, size in zip(symbols, sizes, strict=True) if size is not None}
-        try:
-            value = condition.subs(known)
-        except (ArithmeticError, ValueError, AssertionError):
-            return None
-        return {sympy.true: True, sympy.false: False}.get(value)
-
-    return symbols, holds
 
 
 def _by_distance(sizes: Collection[int], centre: int) -> list[int]:

@@ -12,11 +12,9 @@ from unittest import mock
 
 import onnxruntime
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._sympy import functions as sizes
 
 import dynamo_moe
 from dynamo_moe.private import tracer
@@ -497,62 +495,3 @@ def test_an_operator_whose_decomposition_has_the_examples_size(tmp_path: Path) -
     library.impl("first_half", first_half, "CompositeImplicitAutograd")
     with pytest.raises(dynamo_moe.ExportError, match=r"half \+ 1 if .* was decided for"):
         dynamo_moe.export(Model(halved).eval(), torch.randn(3, 16), tmp_path / "m.onnx")
-
-
-_S, _T = sympy.symbols("s77 s9", integer=True, positive=True)
-
-
-@pytest.mark.parametrize(
-    "condition",
-    [
-        sympy.Eq(sizes.Mod(_S + _T, 4), 0),
-        sympy.Ne(2 * sizes.Mod(_T - _S + 12, 5) - _S, 1),
-        sympy.Eq(sympy.Mod(_S, _T), 0),
-        sizes.PythonMod(_S - 7, 3) > 0,
-        sympy.Eq(sizes.ModularIndexing(_S + _T, 2, 3), 1),
-        sizes.FloorDiv(_S + _T, 4) + 4 - _S > 2 * sizes.FloorDiv(_T - _S, 3),
-        sympy.Eq(sizes.CeilDiv(_S, 3), _T),
-        sizes.Max(1, _S - _T) < sizes.Min(_S, 5),
-        (_S > 2) & (_T < 4) | sympy.Not(sympy.Eq(_S, 7)),
-        sympy.Piecewise((_S > 3, _T > 2), (_S < 8, True)),
-        _T / 3 + sympy.Rational(1, 3) < _S / 3,
-        sympy.Eq(sympy.sqrt(_S) * sympy.sqrt(_T), 6),
-        abs(_S - _T) > 2,
-        sizes.PowByNatural(_S, 2) < 20,
-        # Python has none of these.
-        sizes.TruncToInt(sizes.IntTrueDiv(_S, 3)) > 1,
-        sizes.FloorToInt(sizes.FloatTrueDiv(sizes.ToFloat(_S), 3.0)) > sizes.ToFloat(_T),
-    ],
-    ids=str,
-)
-def test_conditions_as_functions_are_sympys(condition: Any) -> None:
-    symbols, function = fixed_sizes._compiled(condition)
-    answers = [
-        (function(*map({_S: s, _T: t}.get, symbols)), condition.subs({_S: s, _T: t}))
-        for s, t in itertools.product(range(1, 13), repeat=2)
-    ]
-    assert all(type(answer) is bool and answer == bool(right) for answer, right in answers)
-    assert len({answer for answer, _ in answers}) == 2
-    assert function(*[None] * len(symbols)) is None
-
-
-def test_a_part_that_has_no_answer() -> None:
-    """It may be of no importance, and so may a size that is not known."""
-    symbols, function = fixed_sizes._compiled((_T <= 3) | sympy.Eq(sizes.Mod(_S, _T - 3), 0))
-    assert symbols == [_S, _T]
-    assert [function(7, 3), function(7, 5), function(8, 5), function(None, 2)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
-
-
-def test_a_condition_that_has_no_answer() -> None:
-    symbols, function = fixed_sizes._compiled(sympy.Eq(sizes.Mod(_S, _T - 3), 0))
-    assert [function(*map({_S: 6, _T: t}.get, symbols)) for t in (3, 4, 5, 7)] == [
-        None,
-        True,
-        True,
-        False,
-    ]
