@@ -193,6 +193,22 @@ def test_a_text_that_has_begun(switch: tuple[Any, Path]) -> None:
     np.testing.assert_array_equal(result[:, 3:], text[:, -32:])
 
 
+@pytest.mark.every
+def test_hidden_tokens_that_see_none(tmp_path: Path) -> None:
+    """In a window of padding alone, whose keys the decoder does not see either."""
+    text = GEMMA | {"max_position_embeddings": 256}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    encoder = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    tokens = {"image_token_index": 63, "eoi_token_index": 62}
+    config = transformers.T5Gemma2Config(encoder=encoder, decoder=text, **tokens)
+    torch.manual_seed(0)
+    model = transformers.T5Gemma2ForConditionalGeneration(config).eval()
+    dynamo_moe.export_language_model(model, tmp_path / "model", task=TASK)
+    report = dynamo_moe.verify(tmp_path / "model", model)
+    assert "hidden tokens" in {case.excepted for case in report.cases}
+
+
 def test_verify_notices_other_keys(switch: tuple[Any, Path]) -> None:
     other = build("switch_transformers")
     with torch.no_grad():
