@@ -22,7 +22,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from dynamo_moe import pytree
 from dynamo_moe.evaluation import one_thread
-from dynamo_moe.private.pytorch import FakeTensor, FakeTensorMode, without_values
+from dynamo_moe.private.pytorch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    schema_of,
+    without_values,
+)
 from dynamo_moe.restoring import state_of
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
@@ -47,6 +53,8 @@ _NO_SIZE = 2**31
 # Elements of the inputs up to which a run has one thread. T5-small's trials of 2 x 2 tokens take
 # 0.2 s of it; with a thread on each of two busy cores, which wait for each other, up to 3 s.
 _FEW_ELEMENTS = 2**15
+
+_META = torch.device("meta")
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -107,7 +115,7 @@ class SizeTrials:
             FixedSizeError: With the line of the model that decides.
         """
         self._decisions = [*decisions]
-        self._check(program, decisions, self._model_run(program), _program_run(program))
+        self._check(program, decisions, self._model_run(program), self._program_run(program))
 
     def check_decomposed(
         self, program: ExportedProgram, decisions: Sequence[Decision], module: fx.GraphModule
@@ -125,7 +133,7 @@ class SizeTrials:
         Raises:
             FixedSizeError: With the line of the model that decides.
         """
-        model, run = self._model_run(program), _program_run(program)
+        model, run = self._model_run(program), self._program_run(program)
 
         def where_taken(leaves: Sequence[Any]) -> Sequence[Any]:
             if _shapes(leaves) not in self._taken:
@@ -136,7 +144,8 @@ class SizeTrials:
 
         known = {decision.condition for decision in self._decisions}
         new = [decision for decision in decisions if decision.condition not in known]
-        self._check(program, [*self._decisions, *new], where_taken, _program_run(program, module))
+        decisions = [*self._decisions, *new]
+        self._check(program, decisions, where_taken, self._program_run(program, module))
 
     def _model_run(self, program: ExportedProgram) -> Run:
         """Returns a run of the model, of which it is kept whether it takes inputs of such sizes."""
@@ -144,11 +153,28 @@ class SizeTrials:
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             self._taken[_shapes(leaves)] = False
-            results = model(leaves)
+            with contextlib.nullcontext() if self._has_values else without_values():
+                results = model(leaves)
             self._taken[_shapes(leaves)] = True
             return results
 
         return run
+
+    def _program_run(self, program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
+        """Returns a run of a program; without values its results have shapes and dtypes alone."""
+        run = _program_run(program, module)
+        if self._has_values:
+            return run
+        on_meta = _program_run(program, module, _RunOnMeta)
+
+        def run_without_values(leaves: Sequence[Any]) -> Sequence[Any]:
+            try:
+                return on_meta([_on_meta(leaf) for leaf in leaves])
+            except Exception:  # Fake tensors, which take ten times as long, know some numbers.
+                with without_values():
+                    return run(leaves)
+
+        return run_without_values
 
     def check_example(self, program: ExportedProgram) -> None:
         """Compares a model with its trace at the example.
@@ -223,10 +249,9 @@ class SizeTrials:
         def running(leaves: Sequence[Any]) -> Sequence[Any]:
             few = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) <= _FEW_ELEMENTS
             threads = one_thread() if few else contextlib.nullcontext()
-            values = contextlib.nullcontext() if self._has_values else without_values()
             if self._has_values and self._prepare is not None:
                 self._prepare()
-            with torch.no_grad(), torch.random.fork_rng(devices=()), threads, values:
+            with torch.no_grad(), torch.random.fork_rng(devices=()), threads:
                 return run(leaves)
 
         return running
@@ -261,10 +286,18 @@ def _model_run(model: nn.Module, example: DynamicExample, parameters: Collection
     return run
 
 
-def _program_run(program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
+def _program_run(
+    program: ExportedProgram,
+    module: fx.GraphModule | None = None,
+    interpreter: type[_Run] | None = None,
+) -> Run:
     """Returns a run of a traced program, or of another module with its signature."""
     signature = program.graph_signature
-    values = {**program.state_dict, **program.constants}
+    run_by = interpreter or _Run
+    values = {
+        name: run_by.taken(value)
+        for name, value in {**program.state_dict, **program.constants}.items()
+    }
     changed = _changed_parameters(program)
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -275,7 +308,7 @@ def _program_run(program: ExportedProgram, module: fx.GraphModule | None = None)
             else _copied(values[str(spec.target)], is_changed=spec.target in changed)
             for spec in signature.input_specs
         ]
-        results = _Run(module or program.graph_module).run(*inputs)
+        results = run_by(module or program.graph_module).run(*inputs)
         return [
             result
             for spec, result in zip(signature.output_specs, results, strict=True)
@@ -292,6 +325,11 @@ def _copied(value: Any, *, is_changed: bool) -> Any:
 
 
 class _Run(fx.Interpreter):
+    @staticmethod
+    def taken(value: Any) -> Any:
+        """Returns a constant or a weight as this takes it."""
+        return value
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in ASSERTIONS:
             return None
@@ -302,6 +340,37 @@ class _Run(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return _body(value) if isinstance(value, fx.GraphModule) else value
+
+
+class _RunOnMeta(_Run):
+    """A run with PyTorch's meta tensors, which have a shape and a dtype alone."""
+
+    @staticmethod
+    def taken(value: Any) -> Any:
+        """Returns a tensor without its values."""
+        return _on_meta(value)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if _makes_tensors(target):
+            kwargs = {**kwargs, "device": _META}
+        args = [_META if isinstance(argument, torch.device) else argument for argument in args]
+        return super().call_function(target, tuple(args), kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _on_meta(super().get_attr(target, args, kwargs))
+
+
+@functools.cache
+def _makes_tensors(target: Any) -> bool:
+    """Whether an operator takes the device of its result by name."""
+    arguments = schema_of(target).arguments if isinstance(target, OpOverload) else ()
+    return any(argument.name == "device" and argument.kwarg_only for argument in arguments)
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
 
 
 def _body(module: fx.GraphModule) -> fx.GraphModule:
@@ -607,7 +676,7 @@ def _by_distance(sizes: Collection[int], centre: int) -> list[int]:
 
 
 def _at(size: Any, sizes: Sizes) -> int:
-    return int(size.subs(sizes))
+    return int(size.xreplace(sizes))  # subs takes ten times as long.
 
 
 def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -633,7 +702,7 @@ def _equal(result: Any, right: Any) -> bool:
         return bool(result == right)
     if result.shape != right.shape or result.dtype != right.dtype:
         return False
-    if isinstance(right, FakeTensor) or isinstance(result, FakeTensor):
+    if any(x.is_meta or isinstance(x, FakeTensor) for x in (result, right)):
         return True
     same = torch.equal(result, right)  # As a rule. What follows takes ten times as long.
     if same or not right.is_floating_point():

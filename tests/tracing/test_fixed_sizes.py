@@ -415,8 +415,22 @@ def test_a_model_that_refuses_small_sizes(tmp_path: Path) -> None:
         dynamo_moe.export(Picky(), torch.zeros(256, 16), tmp_path / "m.onnx")
 
 
-def test_lazy_weights_have_shapes_alone() -> None:
-    """If weights have no values, results are compared only by shape and dtype."""
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_lazy_weights_have_shapes_alone(on_meta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If weights have no values, results are compared only by shape and dtype.
+
+    Where meta tensors do not get to the end, fake ones do.
+    """
+    ended = Record()
+
+    def run(self: fixed_sizes._RunOnMeta, *inputs: Any) -> Any:
+        if not on_meta:
+            raise NotImplementedError("no kernel for meta")
+        results = fixed_sizes._Run.run(self, *inputs)
+        ended.add(len(inputs))
+        return results
+
+    monkeypatch.setattr(fixed_sizes._RunOnMeta, "run", run)
     example = dynamic_shapes.resolve(Model(branch), (torch.randn(TOKENS, 16),), {}, "batch")
     for function, reason in ((branch, None), (special_size, r"x.shape\[0\] == 5")):
         model = Model(function).eval()
@@ -426,6 +440,7 @@ def test_lazy_weights_have_shapes_alone() -> None:
         else:
             with pytest.raises(fixed_sizes.FixedSizeError, match=reason):
                 capture(model, example, trials)
+    assert bool([*ended.numbers()]) is on_meta
 
 
 def test_lazy_weights_without_fake_tensors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
