@@ -37,6 +37,8 @@ __all__ = [
     "KNOWN_VERSIONS",
     "SYMBOLIC_SQUARE_ROOT",
     "TRACERS",
+    "VMAP_BEGINS",
+    "VMAP_ENDS",
     "can_decompose",
     "composite_computed",
     "enable_python_dispatcher",
@@ -107,6 +109,12 @@ try:  # A recurrence as one operator.
     from torch._higher_order_ops.scan import scan
 except ImportError:
     scan = None  # type: ignore[assignment]
+
+try:  # Batch dimensions of torch.vmap.
+    from torch._functorch.predispatch import _vmap_decrement_nesting as VMAP_ENDS
+    from torch._functorch.predispatch import _vmap_increment_nesting as VMAP_BEGINS
+except ImportError:
+    VMAP_BEGINS = VMAP_ENDS = None  # type: ignore[assignment]
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """The operator that ``math.sqrt`` of a size is in a trace."""

@@ -37,6 +37,7 @@ from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.sizes_in_tensors import SizesInTensors
+from dynamo_moe.tracing.vmapped import flatten_vmaps
 
 _aten = torch.ops.aten
 _DROPOUTS = frozenset(
@@ -143,7 +144,7 @@ def _trace(
 
     def program() -> ExportedProgram:
         with state_kept(model):
-            return torch.export.export(
+            traced = torch.export.export(
                 model,
                 example.args,
                 kwargs=example.kwargs,
@@ -151,6 +152,8 @@ def _trace(
                 strict=strict,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
+        flatten_vmaps(traced)
+        return traced
 
     with exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
         watched: TorchFunctionMode = DataDetached()
