@@ -2,7 +2,8 @@
 
 from dynamo_moe.language_models.cases import check_parts, example_case, verification_cases
 from dynamo_moe.language_models.folders import model_in
-from dynamo_moe.language_models.forwards import TASKS, Role, Task, performing, role_of, turns
+from dynamo_moe.language_models.forwards import TASKS, Role, Task, performing, role_of
+from dynamo_moe.language_models.parts import turn
 from dynamo_moe.language_models.tasks import export_language_model
 
 __all__ = [
@@ -15,6 +16,6 @@ __all__ = [
     "model_in",
     "performing",
     "role_of",
-    "turns",
+    "turn",
     "verification_cases",
 ]

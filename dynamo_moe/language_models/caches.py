@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby, repeat
+from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,7 +159,7 @@ class ModelCache:
         # Of two lengths, too, so that tensors show which dimension it is.
         rooms = (None, None) if length is None else (length, length + _MORE_ROOM)
         changes = [_change(bounded_windows=bounded_windows, length=room) for room in rooms]
-        first, second = map(_after_a_run, repeat(model), _RUNS, changes)
+        first, second = _after_runs(model, changes)
         self._template = first
         tensors, others = _values(first, Tensor), _values(second, Tensor)
         counts = Counter(place[:3] for place in tensors)
@@ -315,21 +315,24 @@ def _sizes(kept: Sequence[KeptTensor], tensors: Sequence[Tensor]) -> dict[str, A
 # --- The cache of a run ---
 
 
-def _after_a_run(
-    model: PreTrainedModel, sizes: tuple[int, int], change: Callable[[Any], Any]
-) -> Cache:
-    """Returns the model's cache, with changed layers, after a prompt without values."""
+def _after_runs(model: PreTrainedModel, changes: Sequence[Callable[[Any], Any]]) -> list[Cache]:
+    """Returns the caches, with changed layers, that two prompts without values leave."""
     from transformers import DynamicCache
 
+    owner: Any = model
+    decoder = owner.get_decoder() if model.config.is_encoder_decoder else model
+    caches = []
     with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
-        cache, _ = _run(model, sizes)
-        if type(cache) is DynamicCache:
-            owner: Any = model
-            decoder = owner.get_decoder() if model.config.is_encoder_decoder else model
-            cache = DynamicCache(config=getattr(decoder, "config", model.config))
-            cache.layers = [change(layer) for layer in cache.layers]
-            _run(model, sizes, cache)
-    return cache
+        own, _ = _run(model, _RUNS[0])
+        for sizes, change in zip(_RUNS, changes, strict=True):
+            if type(own) is DynamicCache:
+                cache: Cache = DynamicCache(config=getattr(decoder, "config", model.config))
+                cache.layers = [change(layer) for layer in cache.layers]
+                _run(model, sizes, cache)
+            else:
+                cache = own if sizes == _RUNS[0] else _run(model, sizes)[0]
+            caches.append(cache)
+    return caches
 
 
 def cross_attention(model: PreTrainedModel) -> tuple[list[tuple[Tensor, Tensor]], int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files.model_parts import ModelPart, PartName
 from dynamo_moe.language_models.caches import ModelCache, Past, cache_argument, cross_attention
-from dynamo_moe.language_models.parts import Parts
+from dynamo_moe.language_models.parts import Parts, once
 from dynamo_moe.model_graph import ExportError
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import failures
@@ -73,10 +73,13 @@ class EncoderParts(Parts):
         whole: Any = model  # transformers does not annotate these.
         self._encoder, self._decoder = whole.get_encoder(), whole.get_decoder()
         self.unused = self._decoder if role == "encoder" else self._encoder
-        self._layers, self._width = cross_attention(model)
+        self._layers, self._width = once((model, "cross attention"), lambda: cross_attention(model))
         if not self._layers:
             raise ValueError(f"the decoder of {name} keeps no keys of its encoder")
-        self.cache = ModelCache(model, bounded_windows=bounded_windows)
+        self.cache = once(
+            (model, "cache", bounded_windows),
+            lambda: ModelCache(model, bounded_windows=bounded_windows),
+        )
 
     @property
     def _start(self) -> int | None:

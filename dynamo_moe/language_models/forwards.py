@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from threading import Condition, RLock, get_ident
+from threading import Condition, get_ident
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 import torch
@@ -41,8 +41,6 @@ RESULTS: dict[Role, str] = {
 
 # Held while a forward is replaced or restored.
 _REPLACING = Condition()
-turns = RLock()
-"""Held while the parts of a model are exported or verified: it performs one after another."""
 
 
 @contextlib.contextmanager

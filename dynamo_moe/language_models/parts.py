@@ -6,8 +6,11 @@ Legend: B batch, S new tokens, P tokens in the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo_moe.files.model_parts import ModelPart, PartName
 from dynamo_moe.tolerances import tolerance_for
@@ -15,6 +18,37 @@ from dynamo_moe.tolerances import tolerance_for
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+_LOCK = RLock()
+_FOUND: ContextVar[dict[Hashable, Any] | None] = ContextVar("found", default=None)
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Held while the parts of a model are exported or verified: it performs one after another.
+
+    What :func:`once` has found stays known meanwhile, as the model stays the same.
+    """
+    with _LOCK:
+        found = _FOUND.get()
+        token = _FOUND.set({} if found is None else found)
+        try:
+            yield
+        finally:
+            _FOUND.reset(token)
+
+
+def once(key: Hashable, find: Callable[[], T]) -> T:
+    """Returns what a function finds; within a :func:`turn`, the same for the same key."""
+    found = _FOUND.get()
+    if found is None:
+        return find()
+    if key not in found:
+        found[key] = find()
+    value: T = found[key]
+    return value
 
 
 class Parts(ABC):

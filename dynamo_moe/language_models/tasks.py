@@ -43,8 +43,8 @@ from dynamo_moe.language_models.forwards import (
     cache_of,
     parts_of,
     performing,
-    turns,
 )
+from dynamo_moe.language_models.parts import turn
 from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from dynamo_moe.sharding import Plan, sharded
 from dynamo_moe.tracing import cache_writes
@@ -155,7 +155,7 @@ def export_language_model(
     check_folder(path, folder, links=options.get("link_weights", False))
     if task == "image-text-to-text" or task == "text2text-generation-with-past":  # noqa: PLR1714
         bounded = bounded_windows
-        with turns:
+        with turn():
             return _export_parts(model, Path(path), task, folder, options, bounded_windows=bounded)
     role: Role = task
     form: dict[str, Any] = {"bounded_windows": bounded_windows, "cache_length": cache_length}

@@ -183,7 +183,7 @@ def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> Verif
     computed = {file for file in files if library and operator_nodes(inlined(load_graph(file)))}
     if library and not computed:
         raise ValueError(_no_operators(folder))
-    with language_models.turns:
+    with language_models.turn():
         reports = [verify(file, model, library=file in computed, **options) for file in files]
         language_models.check_parts(unwrapped(model), next(iter(parts)))
     cases = tuple(case for report in reports for case in report.cases)
