@@ -158,7 +158,7 @@ def test_models_of_transformers(family: str, layers: int, tmp_path: Path) -> Non
 # --- Models of which the weights stay in their files ---
 
 
-@pytest.mark.parametrize("target", ["plugin", "onnxruntime"])
+@pytest.mark.parametrize("target", ["plugin", pytest.param("onnxruntime", marks=pytest.mark.every)])
 def test_lazy_weights_are_rounded_as_they_are_written(target: Any, tmp_path: Path) -> None:
     """The same file, byte for byte; equal blocks with their own weights among them."""
     folder = tmp_path / "model"

@@ -224,6 +224,7 @@ def dense_model() -> SwinMoE:
     return model.eval()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("example_batch", [1, 2])
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_with_any_batch(dense_model: SwinMoE, example_batch: int, strict: bool) -> None:

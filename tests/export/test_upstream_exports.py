@@ -131,7 +131,7 @@ def test_mixtral():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_each_export_by_transformers_has_an_outcome(tmp_path: Path) -> None:
     pytest.importorskip("transformers.exporters.exporter_onnx")
     tests = tmp_path / "test_export.py"

@@ -281,7 +281,7 @@ def test_a_weight_costs_no_more_than_recorded() -> None:
 @pytest.mark.parametrize(
     ("device", "whole"),
     [
-        ("sm_90", False),
+        pytest.param("sm_90", False, marks=pytest.mark.every),
         *(pytest.param(name, True, marks=pytest.mark.every) for name in ("sm_90", *OTHERS)),
     ],
 )

@@ -65,7 +65,7 @@ def test_the_same_bits_as_with_all_experts_resident(width, resident):
 
 
 @pytest.mark.slow
-@settings(bounded, max_examples=15)
+@settings(bounded, max_examples=8)
 @given(case=cases(), data=st.data())
 def test_random_layers(case, data):
     resident = data.draw(st.integers(1, case.arguments["w1"].shape[0]))

@@ -132,6 +132,8 @@ FORMS: dict[str, tuple[dict[str, Any], Store, str]] = {
     "nvfp4": (of_compressed_tensors("nvfp4-pack-quantized"), float4("nvfp4"), "INT8"),
     "fp8 blocks": (FP8_BLOCKS, by_rounding("fp8", (128, 128), "weight_scale_inv"), "FLOAT8E4M3FN"),
 }
+# One of each encoding, and of each kind of scales.
+FEW = ("int4 zero points", "AWQ", "int8 rows", "fp8 blocks", "mxfp4", "nvfp4")
 
 
 def packed_name(name: str) -> bool:
@@ -179,7 +181,11 @@ def types_of(path: Path) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("form", "layers"),
-    [*((form, 1) for form in FORMS), ("int4", LAYERS), ("GPTQ by activation", LAYERS)],
+    [
+        *(pytest.param(x, 1, marks=() if x in FEW else pytest.mark.every) for x in FORMS),
+        pytest.param("int4", LAYERS, marks=pytest.mark.every),
+        ("GPTQ by activation", LAYERS),
+    ],
 )
 def test_the_file_computes_what_the_decoded_model_does(
     form: str, layers: int, tmp_path: Path
@@ -202,7 +208,7 @@ def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "form", ["int4", "int4 zero points", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"]
 )
@@ -373,7 +379,13 @@ _NOT_MULTIPLIED = {"fp8 rows", "fp8 one scale", "fp8 blocks", "int8 groups of 8"
 
 @pytest.mark.parametrize(
     ("form", "layers"),
-    [*((form, 1) for form in sorted(FORMS.keys() - _NOT_MULTIPLIED)), ("int4", LAYERS)],
+    [
+        *(
+            pytest.param(x, 1, marks=() if x in FEW else pytest.mark.every)
+            for x in sorted(FORMS.keys() - _NOT_MULTIPLIED)
+        ),
+        pytest.param("int4", LAYERS, marks=pytest.mark.every),
+    ],
 )
 def test_matmul_nbits_computes_what_the_decoded_model_does(
     form: str, layers: int, tmp_path: Path
@@ -442,7 +454,11 @@ def test_the_checkpoint_s_codes_are_linked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "layers"),
-    [("int4", LAYERS), *((form, 1) for form in ("GPTQ", "AWQ", "fp8 blocks", "int8 rows"))],
+    [
+        ("int4", LAYERS),
+        ("GPTQ", 1),
+        *(pytest.param(x, 1, marks=pytest.mark.every) for x in ("AWQ", "fp8 blocks", "int8 rows")),
+    ],
 )
 def test_the_file_has_the_checkpoint_s_bytes(form: str, layers: int, tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}

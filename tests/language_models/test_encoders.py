@@ -20,6 +20,7 @@ import dynamo_moe
 from cli_models import run
 from dynamo_moe.files.model_parts import KEY
 from dynamo_moe.language_models import performing
+from dynamo_moe.language_models.parts import once, turn
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES
 
@@ -108,7 +109,7 @@ def written(model: Any, *batch: torch.Tensor, **options: Any) -> np.ndarray:
     ("name", "options"),
     [
         ("switch_transformers", {}),
-        ("t5", {}),
+        pytest.param("t5", {}, marks=pytest.mark.every),
         pytest.param("bart", {}, marks=pytest.mark.every),
         pytest.param("switch_transformers", {"target": "onnxruntime"}, marks=pytest.mark.every),
         pytest.param("switch_transformers", {"target": "dense"}, marks=pytest.mark.every),
@@ -302,6 +303,22 @@ def test_verify_notices_what_is_read_otherwise(
         dynamo_moe.verify(tmp_path / f"{part}.onnx", model)
 
 
+def test_what_is_found_in_a_turn_is_known_in_it() -> None:
+    found: list[int] = []
+
+    def find() -> int:
+        found.append(0)
+        return len(found)
+
+    with turn():
+        assert [once("a", find), once("a", find), once("b", find)] == [1, 1, 2]
+        with turn():
+            assert once("a", find) == 1
+    assert once("a", find) == 3
+    with turn():
+        assert once("a", find) == 4
+
+
 def test_threads_export_one_model(switch: tuple[Any, Path], tmp_path: Path) -> None:
     """One at a time has the encoder's role, and the other the decoder's."""
     model, folder = switch
@@ -347,7 +364,7 @@ def test_a_folder_is_replaced_as_a_whole(
         dynamo_moe.generate(copied, [[5]], max_new_tokens=1)
 
 
-@pytest.mark.parametrize("capacity", [2, 64])
+@pytest.mark.parametrize("capacity", [2, pytest.param(64, marks=pytest.mark.every)])
 def test_experts_of_a_capacity(capacity: int, tmp_path: Path) -> None:
     """In one call they drop tokens that they take in several."""
     model = build("switch_transformers", expert_capacity=capacity)

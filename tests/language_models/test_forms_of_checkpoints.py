@@ -244,8 +244,19 @@ def test_a_matrix(name: str) -> None:
         assert torch.equal(packed.scales.read()[0], scales.view(torch.int8))
 
 
+# One of each encoding; test_a_matrix has all.
+FEW = ("nvfp4", "mxfp8", "ModelOpt fp8", "DeepSeek-V4 fp4", "int8 words")
+
+
 @pytest.mark.parametrize(
-    ("family", "name"), [*(("qwen3_moe", name) for name in FORMS), ("deepseek_v3", "nvfp4")]
+    ("family", "name"),
+    [
+        *(
+            pytest.param("qwen3_moe", name, marks=() if name in FEW else pytest.mark.every)
+            for name in FORMS
+        ),
+        pytest.param("deepseek_v3", "nvfp4", marks=pytest.mark.every),
+    ],
 )
 def test_a_model(family: str, name: str, tmp_path: Path) -> None:
     form, folder, path = FORMS[name], tmp_path / "model", tmp_path / "model.onnx"
@@ -485,6 +496,7 @@ def test_a_stack_of_experts(name: str) -> None:
     assert torch.equal(packed[1].values.read(), its.transpose(1, 2))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
 def test_a_model_of_stacks(family: str, name: str, tmp_path: Path) -> None:

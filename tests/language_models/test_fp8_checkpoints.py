@@ -102,7 +102,7 @@ def test_stacked_weights_are_refused(tmp_path: Path) -> None:
         dynamo_moe.open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("of_experts", [(8,), (8, 1, 1)])
+@pytest.mark.parametrize("of_experts", [(8,), pytest.param((8, 1, 1), marks=pytest.mark.every)])
 def test_one_scale_of_each_matrix(of_experts: tuple[int, ...], tmp_path: Path) -> None:
     """As Mistral Small 4 has it: all experts in one tensor, scales of activations beside all."""
     folder, path = tmp_path / "model", tmp_path / "model.onnx"

@@ -37,9 +37,9 @@ KEY_VALUE = ("key", "value")
 WITH_PAST = "text-generation-with-past"
 
 
-# Sliding windows and sinks; states of a space, of convolutions, with limits in prompts alone, and
-# of linear attention; indexed keys; layers of which each has both keys and states.
-FEW = ("gpt_oss", "jamba", "lfm2_moe", "nemotron_h", "qwen3_next", "glm_moe_dsa", "zaya")
+# Sliding windows and sinks; states of convolutions, of a space with limits in prompts alone, and of
+# linear attention; indexed keys.
+FEW = ("gpt_oss", "lfm2_moe", "nemotron_h", "qwen3_next", "glm_moe_dsa")
 WITH_ENCODER = ("switch_transformers",)  # test_encoders.py has more of them.
 # What a file cannot keep, or PyTorch's exporter cannot export.
 WITHOUT_A_FILE = {
@@ -357,6 +357,7 @@ def test_blocks_of_tokens(options: dict[str, Any], chosen: int, tmp_path: Path) 
         dynamo_moe.generate(session, ids, mask, max_new_tokens=1)
 
 
+@pytest.mark.every
 def test_blocks_of_a_checkpoint_in_bfloat16(tmp_path: Path) -> None:
     """Transformers keeps the biases of places in float32, and so what they are added to."""
     source = ARCHITECTURES["deepseek_v4"].build(

@@ -51,7 +51,7 @@ def opened(folder: Path, dtype: torch.dtype | None = torch.float32) -> Any:
     return model
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["plugin", "onnxruntime"])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("family", LINEAR)

@@ -271,7 +271,14 @@ def checkpoint(folder: Path, config: dict[str, Any], *, alike: bool = True) -> P
 BY_ACTIVATION = GPTQ | {"desc_act": True}
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ, BY_ACTIVATION], ids=["gptq", "awq", "by activation"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GPTQ, id="gptq", marks=pytest.mark.every),
+        pytest.param(AWQ, id="awq"),
+        pytest.param(BY_ACTIVATION, id="by activation"),
+    ],
+)
 def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", config)
     model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)

@@ -23,7 +23,7 @@ from picture_models import PICTURE, PICTURE_MODELS
 TASK: Any = "image-text-to-text"
 # Of text whose places are counted on three axes, and added features; of one axis and pictures of
 # one size; of patches that say their places, and tokens of a picture that see one another.
-FEW = ("qwen3_vl_moe", "aria", "gemma4")
+FEW = ("qwen3_vl_moe", "gemma4")
 START, END = 62, 63
 
 

@@ -26,7 +26,7 @@ from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES, example_inputs
 
-FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
+FEW = ("deepseek_v2", "gpt_oss", "mixtral", "qwen3_moe")
 # What torch.ops.moe cannot compute, and the transformers implementation that replaces it.
 FALLBACK = {"muse_spark": "batched_mm"}
 # What PyTorch's exporter cannot export, outside the MoE layers.

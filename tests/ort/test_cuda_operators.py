@@ -584,7 +584,9 @@ def test_too_few_inputs(driver, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize(
+    "sanitizer", ["address,undefined", pytest.param("thread", marks=pytest.mark.every)]
+)
 def test_under_sanitizers(tmp_path, sanitizer):
     flags = sanitizing(sanitizer)
     native = ROOT / "tests" / "native"

@@ -14,7 +14,12 @@ ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sanitizer", "widest"), [("address", 512), ("address", 256), ("undefined", 128)]
+    ("sanitizer", "widest"),
+    [
+        ("address", 512),
+        pytest.param("address", 256, marks=pytest.mark.every),
+        ("undefined", 128),
+    ],
 )
 @pytest.mark.parametrize(
     ("name", "sources", "said"),

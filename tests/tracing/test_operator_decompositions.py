@@ -352,7 +352,14 @@ def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> 
     check_numbers(path, model, torch.rand(2, 3, 8, 9))
 
 
-@pytest.mark.parametrize("function", [chunks, sections, covariances, distances_of_pairs])
+@pytest.mark.parametrize(
+    "function",
+    [
+        chunks,
+        sections,
+        *(pytest.param(x, marks=pytest.mark.every) for x in (covariances, distances_of_pairs)),
+    ],
+)
 def test_symbolic_sizes_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:
     torch.manual_seed(0)
     model, path = after_a_change(function), tmp_path / "m.onnx"

@@ -56,7 +56,7 @@ def nothing_spills(tasks: list[Task], jobs: int) -> None:
     assert not spilled
 
 
-@pytest.mark.slow
+@pytest.mark.every  # test_kernel_code.py has those of one shape.
 def test_no_product_spills():
     largest = [task for each in ONE_EACH for task in planned_tasks(*each)[-1]]
     # Together and by one compiler, which takes as long to start as to compile two kernels.

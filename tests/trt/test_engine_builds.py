@@ -321,7 +321,11 @@ def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("lfm2_moe", {}), ("qwen3_moe", {"cache_length": 64})]
+    ("name", "options"),
+    [
+        ("lfm2_moe", {}),
+        pytest.param("qwen3_moe", {"cache_length": 64}, marks=pytest.mark.every),
+    ],
 )
 def test_an_engine_that_writes_text(name, options, tmp_path):
     """examples/run_engine's script: a profile without past tokens, and one of single tokens."""

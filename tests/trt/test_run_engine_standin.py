@@ -110,11 +110,11 @@ def test_text(program: Program, mixtral: Path) -> None:
         # A layer that keeps the last five tokens alone.
         ("gpt_oss", {"bounded_windows": True}, {"sliding_window": 6}),
         # Keys, values and logits of two bytes.
-        ("mixtral", {}, {"dtype": torch.float16}),
+        pytest.param("mixtral", {}, {"dtype": torch.float16}, marks=pytest.mark.every),
         # Buffers of a fixed length, which are updated in place, beside states, which are not.
         ("lfm2_moe", {"cache_length": 24}, {}),
         # Nothing is kept.
-        ("mixtral", {"task": "text-generation"}, {}),
+        pytest.param("mixtral", {"task": "text-generation"}, {}, marks=pytest.mark.every),
     ],
 )
 def test_whatever_is_kept(
