@@ -76,6 +76,15 @@ def _translations_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_core() -> Iterator[None]:
+    """The others are for pytest's other workers: more compilers than one would start in vain."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        yield
+
+
 @pytest.fixture
 def only_new_objects() -> Iterator[None]:
     """A search for garbage looks at what the test makes alone; all else takes it a second."""

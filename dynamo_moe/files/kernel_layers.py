@@ -57,6 +57,8 @@ def inlined_model(stored: onnx.ModelProto) -> ir.Model:
         common_passes.InlinePass(lambda function: not is_own_domain(function.domain))(model)
     inputs = [value for node in moe_nodes(model) for value in node.inputs if value is not None]
     if any(value.dtype is None or value.shape is None for value in inputs):
+        import dynamo_moe.moe_nodes.translation  # noqa: F401  onnx asks the schemas it registers.
+
         # Not strict: where the file contradicts itself, what is not known is named by who needs it.
         common_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     return model
