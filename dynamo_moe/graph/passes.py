@@ -108,7 +108,11 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     )(model)
     _share_constants(model.graph, weights)
     _merge_equal_nodes(model)
-    ir.passes.Sequential(common_passes.OutputFixPass(), common_passes.NameFixPass())(model)
+    names = [value.name for value in model.graph.inputs]
+    common_passes.OutputFixPass()(model)
+    for value, name in zip(model.graph.inputs, names, strict=True):
+        value.name = name  # It gives that of an input to the output that it is.
+    common_passes.NameFixPass()(model)
     _infer_shapes(model)
     _forget_invented_names(model.graph)
 

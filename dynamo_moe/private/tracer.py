@@ -39,6 +39,7 @@ __all__ = [
     "TRACERS",
     "VMAP_BEGINS",
     "VMAP_ENDS",
+    "VMAP_PREPARES",
     "can_decompose",
     "composite_computed",
     "enable_python_dispatcher",
@@ -54,6 +55,7 @@ __all__ = [
     "make_fx",
     "has_static_value",
     "missing",
+    "no_layers_left",
     "operators_replaced",
     "orders_in_memory_unasked",
     "rnn_loops",
@@ -113,8 +115,25 @@ except ImportError:
 try:  # Batch dimensions of torch.vmap.
     from torch._functorch.predispatch import _vmap_decrement_nesting as VMAP_ENDS
     from torch._functorch.predispatch import _vmap_increment_nesting as VMAP_BEGINS
+    from torch._functorch.predispatch import lazy_load_decompositions as VMAP_PREPARES
 except ImportError:
-    VMAP_BEGINS = VMAP_ENDS = None  # type: ignore[assignment]
+    VMAP_BEGINS = VMAP_ENDS = VMAP_PREPARES = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def no_layers_left() -> Iterator[None]:
+    """Ends what ``torch.func`` has begun inside where an error ends it.
+
+    A strict trace leaves it, and then PyTorch draws no random numbers.
+    """
+    layers = getattr(torch._C, "_functorch", None)
+    depth = getattr(layers, "get_dynamic_layer_stack_depth", int)()
+    try:
+        yield
+    except BaseException:
+        getattr(layers, "pop_dynamic_layer_stack_and_undo_to_depth", int)(depth)
+        raise
+
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """The operator that ``math.sqrt`` of a size is in a trace."""

@@ -143,7 +143,7 @@ def _trace(
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
 
     def program() -> ExportedProgram:
-        with state_kept(model):
+        with state_kept(model), tracer.no_layers_left():
             traced = torch.export.export(
                 model,
                 example.args,

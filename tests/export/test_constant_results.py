@@ -74,3 +74,21 @@ def test_nothing_but_constants(tmp_path: Path) -> None:
     with pytest.raises(dynamo_moe.ExportError, match="the model returns no tensor, but 3, None"):
         dynamo_moe.export(Returns(lambda _: (3, None)), torch.randn(2, 4), path)
     assert not path.exists()
+
+
+class Passes(nn.Module):
+    """Returns an input as it is, twice, beside what it makes of it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return y, x + y, y
+
+
+@pytest.mark.parametrize("names", [["same", "sum", "again"], None])
+def test_inputs_are_results(tmp_path: Path, names: list[str] | None) -> None:
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(Passes(), (torch.ones(2, 3), torch.zeros(2, 3)), path, output_names=names)
+    session = onnxruntime.InferenceSession(path)
+    assert [value.name for value in session.get_inputs()] == ["x", "y"]
+    found = [value.name for value in session.get_outputs()]
+    assert found == (names or ["output", "output_2", "output_3"])
+    assert dynamo_moe.verify(path, Passes()).passed

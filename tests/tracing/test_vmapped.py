@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import dynamo_moe
 from dynamo_moe.private import tracer
+from dynamo_moe.tracing import vmapped
+from dynamo_moe.tracing.vmapped import flatten_vmaps
 
 
 class Computed(nn.Module):
     """A function of a tensor and a weight."""
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, 20).reshape(4, 5))
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.function(x, self.weight)
 
 
@@ -51,13 +54,38 @@ def changed_in_place(x: Tensor, weight: Tensor) -> Tensor:
     return y @ weight
 
 
+def whole_changed_row_by_row(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.clone()
+    torch.vmap(lambda row: row.mul_(2))(y)
+    return y @ weight
+
+
+def gradients_of_each_row(x: Tensor, weight: Tensor) -> Tensor:
+    loss = torch.func.grad(lambda row: (row @ weight).square().sum())
+    return torch.vmap(loss)(x)
+
+
+def nothing_uses_it(x: Tensor, weight: Tensor) -> Tensor:
+    torch.vmap(torch.neg)(x)
+    return x @ weight
+
+
+def several_outputs(x: Tensor, weight: Tensor) -> Any:
+    return torch.vmap(torch.neg)(x), torch.vmap(lambda row: row)(x), x @ weight
+
+
 def twice_and_several_results(x: Tensor, weight: Tensor) -> Tensor:
     least, greatest = torch.vmap(lambda row: (row.min(), row.max()))(x)
     first = torch.stack([least, greatest], 1)
     return first @ torch.vmap(torch.neg)(weight)[:2]
 
 
-@pytest.mark.skipif(tracer.missing() is not None, reason="needs a version of PyTorch that is known")
+known = pytest.mark.skipif(
+    tracer.missing() is not None, reason="needs a version of PyTorch that is known"
+)
+
+
+@known
 @pytest.mark.parametrize(
     "function",
     [
@@ -65,16 +93,49 @@ def twice_and_several_results(x: Tensor, weight: Tensor) -> Tensor:
         a_weight_for_each,
         pairs_as_a_mask_has_them,
         changed_in_place,
+        whole_changed_row_by_row,
+        nothing_uses_it,
+        several_outputs,
         twice_and_several_results,
     ],
 )
-def test_the_same_at_every_size(
-    function: Callable[[Tensor, Tensor], Tensor], tmp_path: Path
-) -> None:
+def test_the_same_at_every_size(function: Callable[[Tensor, Tensor], Any], tmp_path: Path) -> None:
     model = Computed(function).eval()
     report = dynamo_moe.export(model, torch.randn(6, 4), tmp_path / "model.onnx")
     assert report.notes == ()
     assert dynamo_moe.verify(report.path, model).passed
+
+
+@known
+def test_what_cannot_be_flattened_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error under it leaves no batch dimension behind."""
+
+    def fails(node: fx.Node) -> bool:
+        raise NotImplementedError(node.name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(vmapped, "writes", fails)
+        model = Computed(rows).eval()
+        report = dynamo_moe.export(model, torch.randn(6, 4), tmp_path / "model.onnx")
+    assert any("traced the whole program again" in note for note in report.notes)
+    assert dynamo_moe.verify(report.path, model).passed
+    program = torch.export.export(model, (torch.randn(6, 4),))
+    (begin,) = program.graph.find_nodes(op="call_function", target=tracer.VMAP_BEGINS)
+    with begin.graph.inserting_after(begin):
+        begin.graph.call_function(fails, (begin,))
+    flatten_vmaps(program)
+    assert begin in program.graph.nodes
+    assert torch.vmap(torch.neg)(torch.ones(3, 2)).shape == (3, 2)
+    torch.randn(2)  # Which PyTorch refuses within one.
+
+
+def test_what_pytorch_cannot_trace_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = Computed(gradients_of_each_row).eval()
+    with pytest.raises(
+        dynamo_moe.ExportError, match=r"'Tensor' object has no attribute 'constant'"
+    ):
+        dynamo_moe.export(model, torch.randn(6, 4), tmp_path / "model.onnx")
+    torch.randn(2)
 
 
 def test_without_its_names_pytorch_traces_again(
