@@ -120,18 +120,25 @@ except ImportError:
     VMAP_BEGINS = VMAP_ENDS = VMAP_PREPARES = None  # type: ignore[assignment]
 
 
+try:  # What torch.func has begun and not ended: batch dimensions, gradients.
+    from torch._C._functorch import get_dynamic_layer_stack_depth as _layers_begun
+    from torch._C._functorch import pop_dynamic_layer_stack_and_undo_to_depth as _end_layers
+except ImportError:
+    _layers_begun = _end_layers = None  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def no_layers_left() -> Iterator[None]:
     """Ends what ``torch.func`` has begun inside where an error ends it.
 
     A strict trace leaves it, and then PyTorch draws no random numbers.
     """
-    layers = getattr(torch._C, "_functorch", None)
-    depth = getattr(layers, "get_dynamic_layer_stack_depth", int)()
+    depth = 0 if _layers_begun is None else _layers_begun()
     try:
         yield
     except BaseException:
-        getattr(layers, "pop_dynamic_layer_stack_and_undo_to_depth", int)(depth)
+        if _end_layers is not None:
+            _end_layers(depth)
         raise
 
 

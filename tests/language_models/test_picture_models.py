@@ -21,8 +21,8 @@ from moe_architectures import ARCHITECTURES
 from picture_models import PICTURE, PICTURE_MODELS
 
 TASK: Any = "image-text-to-text"
-# Of text whose places are counted on three axes, and added features; of one axis and pictures of
-# one size; of patches that say their places, and tokens of a picture that see one another.
+# Of text whose places are counted on three axes, and added features; of patches that say their
+# places, and tokens of a picture that see one another. Llava's pictures have one size.
 FEW = ("qwen3_vl_moe", "gemma4")
 START, END = 62, 63
 

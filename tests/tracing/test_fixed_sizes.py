@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.private import tracer
-from dynamo_moe.tracing import dynamic_shapes, fixed_sizes
+from dynamo_moe.tracing import dynamic_shapes, fixed_sizes, program_runs
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.size_decisions import decisions_noted
 from public_moe import CASES
@@ -423,14 +423,14 @@ def test_lazy_weights_have_shapes_alone(on_meta: bool, monkeypatch: pytest.Monke
     """
     ended = Record()
 
-    def run(self: fixed_sizes._RunOnMeta, *inputs: Any) -> Any:
+    def run(self: program_runs._RunOnMeta, *inputs: Any) -> Any:
         if not on_meta:
             raise NotImplementedError("no kernel for meta")
-        results = fixed_sizes._Run.run(self, *inputs)
+        results = program_runs._Run.run(self, *inputs)
         ended.add(len(inputs))
         return results
 
-    monkeypatch.setattr(fixed_sizes._RunOnMeta, "run", run)
+    monkeypatch.setattr(program_runs._RunOnMeta, "run", run)
     example = dynamic_shapes.resolve(Model(branch), (torch.randn(TOKENS, 16),), {}, "batch")
     for function, reason in ((branch, None), (special_size, r"x.shape\[0\] == 5")):
         model = Model(function).eval()
