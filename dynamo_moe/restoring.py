@@ -36,7 +36,7 @@ _PARTS = frozenset({*TENSOR_TABLES, CHILDREN_TABLE})
 _CACHING = type(functools.cache(lambda: None))
 _WRAPPERS = (staticmethod, classmethod, property, types.MethodType, _CACHING)
 _CODE = (type, types.FunctionType, *_WRAPPERS)
-# Objects after which no more are looked for.
+# Objects, beside modules, after which no more are looked for.
 _MOST_OBJECTS = 50_000
 
 
@@ -51,7 +51,7 @@ def state_kept(model: nn.Module, *, attributes: bool = True) -> Iterator[None]:
 
 
 def state_of(model: nn.Module, *, attributes: bool = True) -> Callable[[], None]:
-    """Returns a function that restores all objects that a model's modules reach, up to 50,000.
+    """Returns a function that restores a model's modules and up to 50,000 objects that they reach.
 
     That includes what code that is no package's has in its classes, closures, default arguments and
     global variables; not what is in iterators, arrays, tensors or context variables. Results that
@@ -73,10 +73,13 @@ def state_of(model: nn.Module, *, attributes: bool = True) -> Callable[[], None]
 def _undoing(model: nn.Module, *, attributes: bool) -> list[Callable[[], None]]:
     modules = [module for _, module in modules_by_path(model)]
     undo: list[Callable[[], None]] = []
-    classes = {kind for module in modules for kind in type(module).__mro__}
-    remaining: list[Any] = [*modules, *classes]
-    seen: set[int] = set()
-    while remaining and len(undo) < _MOST_OBJECTS:
+    remaining: list[Any] = [*{kind for module in modules for kind in type(module).__mro__}]
+    # All modules, however many there are.
+    seen = {*map(id, modules)}
+    for module in modules:
+        remaining += _contents_of_object(module, undo, attributes=attributes)
+    most = len(undo) + _MOST_OBJECTS
+    while remaining and len(undo) < most:
         value = remaining.pop()
         kind = type(value)
         if kind in _PLAIN or id(value) in seen or isinstance(value, Tensor):
@@ -96,18 +99,30 @@ def _undoing(model: nn.Module, *, attributes: bool) -> list[Callable[[], None]]:
         elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(
             sys.modules.get(kind.__module__)
         ):
-            held = attributes_of(value)
             own = attributes or not isinstance(value, nn.Module)
-            if own:
-                undo.append(_restoring(held, dict(held)))
-                undo.append(_emptying(held))
-            remaining += [
-                part
-                for name, part in held.items()
-                if name not in _OF_EVERY_MODULE
-                or (own and (name in _PARTS or (type(part) in _DICTS and part)))
-            ]
+            remaining += _contents_of_object(value, undo, attributes=own)
     return undo
+
+
+def _contents_of_object(
+    value: Any, undo: list[Callable[[], None]], *, attributes: bool
+) -> list[Any]:
+    """Returns the objects in an object's attributes; adds functions that restore these.
+
+    A module's tensors and submodules are not among them.
+    """
+    held = attributes_of(value)
+    if attributes:
+        undo.append(_restoring(held, dict(held)))
+        undo.append(_emptying(held))
+        if isinstance(value, nn.Module):
+            undo += [_restoring(held[name], dict(held[name])) for name in _PARTS & held.keys()]
+    return [
+        part
+        for name, part in held.items()
+        if name not in _OF_EVERY_MODULE
+        or (attributes and name not in _PARTS and type(part) in _DICTS and part)
+    ]
 
 
 def _is_code_of_model(value: Any) -> bool:

@@ -297,6 +297,13 @@ def _replaced(
                 f"the experts of {path!r} cannot be sharded: {type(layer).__name__} has no "
                 "experts_weights"
             )
+        packed = packed_experts.of(layer)
+        stored = experts_parameters(layer).values() if packed is None else packed.buffers()
+        if any(map(_is_offloaded, stored)):
+            raise ValueError(
+                f"the experts of {path!r} are in pinned memory, as offload leaves them: offload a "
+                "model once it is sharded"
+            )
     for path, layer in layers.items():
         replaced = _share(path, layer, place, counts, copies=copies)
         replaced.install()
@@ -319,11 +326,6 @@ def _share(
     else:
         weights = packed.packed_weights()
         total = weights[0].values.shape[0]
-    if any(map(_is_offloaded, parameters.values() if packed is None else packed.buffers())):
-        raise ValueError(
-            f"the experts of {path!r} are in pinned memory, as offload leaves them: offload a "
-            "model once it is sharded"
-        )
     share = share_of(total, place.rank, place.ranks)
     stored = share or range(1)
     memory = {

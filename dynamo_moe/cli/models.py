@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from dynamo_moe.cli.model_loading import (
 from dynamo_moe.cli.outcomes import Outcome, named_finally, unverified
 from dynamo_moe.files.model_parts import PARTS
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
-
-if TYPE_CHECKING:
-    pass
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 

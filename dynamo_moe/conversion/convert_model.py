@@ -46,7 +46,10 @@ def convert(
     training needs, is 0 in evaluation; the report notes what a module no longer does.
 
     Convert last: what is set, hooked or wrapped in a module afterwards, such as another number of
-    choices or a LoRA of its experts, has no part in what it computes in evaluation.
+    choices or a LoRA of its experts, has no part in what it computes in evaluation. Frozen weights
+    that lie otherwise than the operator takes them are copied at a module's first call, and again
+    once PyTorch counts a change of them. Through ``.data`` it counts none: write ``p.mul_(decay)``
+    under ``torch.no_grad()``, not ``p.data.mul_(decay)``.
 
     Experts of transformers' models stay the modules they are, and so do their routers: the experts
     implementation ``"dynamo_moe"`` is registered with transformers and selected.

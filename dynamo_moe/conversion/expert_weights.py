@@ -116,7 +116,8 @@ class CachedWeights(ParameterCache):
     them and turns the parameters into views of the stack, as ``nn.LSTM`` does with its own: the
     weights are held once, and whatever changes them, an optimizer or a state dict, changes the
     stack. Where that is impossible (gate and up in stacks of their own, rows in another order,
-    parameters that are views already), each call makes a copy, which is kept if none is trained.
+    parameters that are views already), each call makes a copy, which is kept if none is trained and
+    PyTorch counts their changes. It counts none of inference tensors, and none through ``.data``.
 
     Offloaded weights stay where they are, also while a call is compiled: they are pinned, and lie
     in the parameters' memory.
@@ -153,7 +154,7 @@ class CachedWeights(ParameterCache):
             weights = experts.weights(module)
             are_views = _make_parameters_views(experts, module, weights)
         self._is_offloaded = False
-        if are_views or not trained:
+        if are_views or not (trained or any(p.is_inference() for p in parameters)):
             self._weights, self._key = weights, _memory_key(parameters)
         return weights
 

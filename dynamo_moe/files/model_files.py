@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from os import PathLike
 from pathlib import Path
 
 import onnx
@@ -92,43 +92,42 @@ def save_model(
     if weights > free:
         reason = f"{path.name} needs {weights} bytes for its weights, {path.parent} has {free} left"
         raise OSError(errno.ENOSPC, reason)
-    data = path.with_name(f"{path.name}.data")
-    # The weights take their place first, so that the new model never refers to old ones.
-    with (
-        written_in_turn(model),
-        _replacing(path) as model_part,
-        _replacing(data) as data_part,
-    ):
+    with written_in_turn(model), _folder_beside(path) as folder:
+        part, data = folder / path.name, folder / f"{path.name}.data"
         large = _large(model)
         if proto is None:
             proto = protobuf.without(model, large)
         if external_data:
-            _move_out([value for value in large if _is_in_memory(value)], data_part, weights)
-        protobuf.write(proto, model_part, large)
-        has_data = data_part.exists()
-    return [path, data] if has_data else [path]
+            _move_out([value for value in large if _is_in_memory(value)], data, weights)
+        protobuf.write(proto, part, large)
+        files = [part, data] if data.exists() else [part]
+        return move_together(files, path.parent, old=folder / "old")
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yields a path in a folder beside ``path``; the file written there takes its place.
 
     A reader of ``path`` sees the old file or the new one, never half of either. If the body raises,
-    or writes nothing, ``path`` stays as it is.
+    ``path`` stays as it is.
     """
+    with _folder_beside(path) as folder:
+        yield folder / path.name
+        (folder / path.name).replace(path)
+
+
+@contextlib.contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        part = Path(folder) / path.name
-        yield part
-        if part.exists():
-            part.replace(path)
+        yield Path(folder)
 
 
 def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None) -> list[Path]:
     """Gives the files of :func:`save_model` the name that they were meant for, in the same folder.
 
-    A reader of ``path`` sees the old file or the new one. Where the weights lie beside the model,
-    their new name is all that changes in it: ``data``, or that of ``path`` with ``.data`` behind
-    it. Returns the files, the model first.
+    All of them, or none. Where the weights lie beside the model, their new name is all that changes
+    in it: ``data``, or that of ``path`` with ``.data`` behind it. Returns the files, the model
+    first.
     """
     model, *beside = files
     if not beside:
@@ -141,34 +140,37 @@ def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None)
         for entry in tensor.external_data:
             if (entry.key, entry.value) == ("location", old.name):
                 entry.value = new.name
-    try:
-        with _replacing(path) as part:
-            part.write_bytes(proto.SerializeToString())
-            old.replace(new)
-    except OSError:
-        if not old.exists():
-            new.replace(old)
-        raise
+    with _folder_beside(path) as folder:
+        part, data_part = folder / path.name, folder / new.name
+        part.write_bytes(proto.SerializeToString())
+        old.replace(data_part)
+        try:
+            renamed = move_together([part, data_part], path.parent, old=folder / "old")
+        except OSError:
+            data_part.replace(old)
+            raise
     if model != path:
         model.unlink()
-    return [path, new]
+    return renamed
 
 
 def move_together(files: Sequence[Path], folder: Path, *, old: Path) -> list[Path]:
-    """Moves files into a folder, what they refer to first; all of them, or none.
+    """Moves files into a folder, all of them or none; models last, so that their weights are there.
 
     Those whose places they take are in ``old`` afterwards, a folder to be made. Returns the files
-    where they are, as they were listed.
+    where they are, as they were listed: each model before its weights.
     """
     folder.mkdir(exist_ok=True)
     old.mkdir()
     done: list[Path] = []
     try:
-        for file in sorted(files, key=lambda file: file.suffix == ".onnx"):
+        for file in reversed(files):
             place = folder / file.name
+            if place.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a file cannot replace a directory", place)
             done.append(file)
             if place.exists():
-                place.replace(old / file.name)
+                _keep(place, old / file.name)
             file.replace(place)
     except OSError:
         for file in done:
@@ -179,6 +181,14 @@ def move_together(files: Sequence[Path], folder: Path, *, old: Path) -> list[Pat
                 kept.replace(folder / file.name)
         raise
     return [folder / file.name for file in files]
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Gives a file a second name, so that it has the first one until another takes its place."""
+    try:
+        os.link(path, kept, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # Not every file system has links.
+        path.replace(kept)
 
 
 def move_folder(old: Path, new: Path, last: Path) -> None:
@@ -233,7 +243,7 @@ def _bytes_of(value: ir.Value) -> int:
     return 0 if value.const_value is None else value.const_value.nbytes
 
 
-def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:
+def load_graph(path: str | os.PathLike[str]) -> onnx.ModelProto:
     """Reads an ONNX file without its external data.
 
     Raises:

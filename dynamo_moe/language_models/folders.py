@@ -122,14 +122,11 @@ class RuntimeFolder:
         if not library_operators.operator_nodes(proto):
             return [], ["no layer is one that the native library computes: it was left out"]
         if library_operators.take_operators(proto):
-            with tempfile.TemporaryDirectory(prefix=".model.", dir=self._path) as folder:
-                part = Path(folder) / self.model_path.name
+            with model_files.replacing(self.model_path) as part:
                 part.write_bytes(proto.SerializeToString())
-                part.replace(self.model_path)
-        source = Path(library_operators.library())
-        with tempfile.TemporaryDirectory(prefix=".library.", dir=self._path) as folder:
-            part = Path(shutil.copyfile(source, Path(folder) / _LIBRARY))
-            copy = part.replace(self._path / _LIBRARY)
+        copy = self._path / _LIBRARY
+        with model_files.replacing(copy) as part:
+            shutil.copyfile(library_operators.library(), part)
         options = config["model"]["decoder"]["session_options"]
         options["custom_ops_library"] = copy.name
         return [copy], []
@@ -174,10 +171,9 @@ class RuntimeFolder:
         return [self._path / name for name in names]
 
     def _write(self, name: str, content: Mapping[str, Any]) -> Path:
-        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self._path) as folder:
-            part = Path(folder) / name
+        with model_files.replacing(self._path / name) as part:
             part.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-            return part.replace(self._path / name)
+        return self._path / name
 
 
 def _is_folder_of(model: PreTrainedModel, path: Path) -> bool:

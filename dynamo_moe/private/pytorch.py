@@ -146,7 +146,10 @@ Each of a trace's modes would see it, and pass it on.
 def change_count(tensor: Tensor) -> int:
     """Returns how often a tensor was changed in place; 0 where PyTorch does not count."""
     with _modes_unasked():
-        return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
+        try:
+            return getattr(tensor, "_version", 0)
+        except RuntimeError:  # A tensor made in inference mode.
+            return 0
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -13,16 +13,16 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.private.pytorch import attributes_of, modules_by_path, own_parts
+from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.model_log import LoggedModel, ModelLog, Span
+from dynamo_moe.tracing.plain_values import PlainValues
 
 TRACED = 3
 """Units of equal blocks that are traced. The first stands beside what comes before them. Of the two
@@ -35,10 +35,6 @@ _PERIODS = range(1, 9)
 _FACTORS = (1024, 16, 2)
 # Code that runs an operator for each token would run too many at larger sizes.
 _MOST_TIMES_AS_MANY = 4
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# By id and depth, an object, which keeps its id meanwhile, and the plain values that it holds.
-_Read = dict[tuple[int, int], tuple[Any, Any]]
 
 
 class NotSharedError(Exception):
@@ -210,7 +206,7 @@ def _stacks(model: nn.Module) -> list[_Stack]:
     children = (child for _, module in modules for child in own_parts(module)[2].values())
     occurrences = Counter(map(id, children))
     stacks: list[_Stack] = []
-    read: _Read = {}
+    values = PlainValues()
     for path, container in modules:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
@@ -219,13 +215,13 @@ def _stacks(model: nn.Module) -> list[_Stack]:
         if not classes or max(classes.values()) <= TRACED:
             continue
         # One that a model has in several places has several paths, and is equal to no other.
-        facts = [_facts(block, read) if occurrences[id(block)] == 1 else {} for _, block in named]
+        facts = [_facts(block, values) if occurrences[id(block)] == 1 else {} for _, block in named]
         paths = [f"{path}.{name}" if path else name for name, _ in named]
         stacks.append(_Stack(container, paths, [block for _, block in named], facts))
     return stacks
 
 
-def _facts(block: nn.Module, read: _Read) -> dict[Any, Any]:
+def _facts(block: nn.Module, values: PlainValues) -> dict[Any, Any]:
     """Returns a block's classes, the layout of its weights, and the plain values that it holds.
 
     Operators show what attributes do at the sizes that are tried. At others an attribute may still
@@ -237,44 +233,13 @@ def _facts(block: nn.Module, read: _Read) -> dict[Any, Any]:
         for table in own_parts(module)[:2]:
             for name, tensor in table.items():
                 facts[path, name] = None if tensor is None else _layout(tensor)
-        for name, value in attributes_of(module).items():
-            if name not in _OF_EVERY_MODULE:
-                facts[path, name] = _plain(value, read)
+        facts |= {(path, name): value for name, value in values.of_module(module).items()}
     return facts
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     return tensor.shape, tensor.dtype, strides
-
-
-def _plain(value: Any, read: _Read, depth: int = 4) -> Any:
-    """Returns a plain value, or by name those that an object holds; None for tensors and the like.
-
-    Args:
-        value: An attribute, or a part of one.
-        read: Objects that have been read: many blocks hold the same configuration.
-        depth: How deep objects within objects are read; they may refer to each other.
-    """
-    if type(value) in _PLAIN:
-        return value
-    if depth == 0 or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
-        return None
-    if (id(value), depth) not in read:
-        facts = {name: _plain(part, read, depth - 1) for name, part in _parts(value)}
-        read[id(value), depth] = value, {type: type(value).__qualname__, **facts}
-    return read[id(value), depth][1]
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Returns a container's items, or an object's attributes; methods of its class do not run."""
-    if isinstance(value, dict):
-        return [*dict.items(value)]
-    if isinstance(value, list):
-        return [*enumerate(list.__iter__(value))]
-    if isinstance(value, tuple):
-        return [*enumerate(tuple.__iter__(value))]
-    return [*attributes_of(value).items()]
 
 
 def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance: int) -> bool:

@@ -222,7 +222,10 @@ class SizeTrials:
             self.notes.append(note)
 
     def _running(self, run: Run) -> Run:
-        """Returns a run without gradients, in which each run draws the same random numbers."""
+        """Returns a run without gradients, in which each run draws the same random numbers.
+
+        It gets copies of the inputs: a model may change them in place.
+        """
 
         def running(leaves: Sequence[Any]) -> Sequence[Any]:
             few = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) <= _FEW_ELEMENTS
@@ -230,7 +233,7 @@ class SizeTrials:
             if self._has_values and self._prepare is not None:
                 self._prepare()
             with torch.no_grad(), torch.random.fork_rng(devices=()), threads:
-                return run(leaves)
+                return run([*map(_copied, leaves)])
 
         return running
 
@@ -533,6 +536,14 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
             indices = torch.arange(size, device=tensor.device) % old
             tensor = tensor.index_select(dimension, indices)
     return tensor
+
+
+def _copied(leaf: Any) -> Any:
+    return (
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

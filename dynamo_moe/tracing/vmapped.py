@@ -103,10 +103,10 @@ def _replace(program: ExportedProgram, region: Sequence[fx.Node], traced: fx.Gra
     results = _results(region)
     with program.graph.inserting_before(region[0]):
         replacements = add_graph(program.graph, region[0], traced, _inputs(region))
-    outputs = {spec.arg.name: spec for spec in program.graph_signature.output_specs}
     for node, replacement in zip(results, replacements, strict=True):
         node.replace_all_uses_with(replacement)
-        if node.name in outputs:
-            outputs[node.name].arg = TensorArgument(replacement.name)
+        for spec in program.graph_signature.output_specs:
+            if spec.arg.name == node.name:
+                spec.arg = TensorArgument(replacement.name)
     for node in reversed(region):
         program.graph.erase_node(node)

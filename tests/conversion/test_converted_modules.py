@@ -135,6 +135,20 @@ def test_frozen_weights_are_stacked_once(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(converted(x), original(x))
 
 
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+def test_changes_that_pytorch_does_not_count(kind: type[nn.Module]) -> None:
+    """It counts none of inference tensors."""
+    with torch.inference_mode():
+        original, converted = pair(kind)
+        for module in (original, converted):
+            module.requires_grad_(False)
+        same(original, converted)
+        for module in (original, converted):
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+        same(original, converted)
+
+
 def test_listed_experts_are_held_once() -> None:
     _, converted = pair(Listed)
     with torch.no_grad():

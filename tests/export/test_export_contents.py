@@ -223,6 +223,29 @@ def test_a_failed_export_loses_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
+def test_a_model_and_its_weights_take_their_places_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, x = tmp_path / "model.onnx", np.ones((2, 16), np.float32)
+    models = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    example = torch.from_numpy(x)
+    dynamo_moe.export(models[0], example, path, external_data=True)
+    expected = onnxruntime.InferenceSession(path).run(None, {"input": x})[0]
+    replace = Path.replace
+
+    def full_disk(source: Path, place: Path) -> Path:
+        if place == path and source.parent != tmp_path and "old" not in source.parts:
+            raise OSError(28, "No space left on device")
+        return replace(source, place)
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        dynamo_moe.export(models[1], example, path, external_data=True)
+    result = onnxruntime.InferenceSession(path).run(None, {"input": x})[0]
+    np.testing.assert_array_equal(result, expected)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+
+
 def test_a_model_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
     model = op_model(OpLayer())
     report = dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "a", external_data=True)
@@ -230,4 +253,5 @@ def test_a_model_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
     (taken / "folder").mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
         model_files.rename_model(report.files, taken)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "a.data", "b"]
     onnxruntime.InferenceSession(str(report.path))

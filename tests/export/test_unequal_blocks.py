@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -404,6 +405,28 @@ def test_attributes_that_decide_at_larger_sizes(
         return model
 
     checked(make, **({"dynamic_shapes": None} if static else {}))
+
+
+class HoldsFunction(Block):
+    function: Callable[[Tensor], Tensor]
+
+    def compute(self, y: Tensor) -> Tensor:
+        return self.function(y)
+
+
+def _doubled_at(sizes: Collection[int], y: Tensor) -> Tensor:
+    return y * 2 if any(y.shape[0] == size for size in sizes) else y
+
+
+@pytest.mark.parametrize("kind", [frozenset, set, tuple])
+def test_functions_that_decide_by_what_they_hold(checked: Checked, kind: Any) -> None:
+    def make() -> nn.Module:
+        model: Any = stack(HoldsFunction, BLOCKS)
+        for number, block in enumerate(model.blocks):
+            block.function = functools.partial(_doubled_at, kind([6] if number == LAST else []))
+        return model
+
+    checked(make)
 
 
 class Configured(Block):

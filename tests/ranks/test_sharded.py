@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dynamo_moe
+from dynamo_moe import sharding
 from dynamo_moe.conversion.infmoe import InfMoELayer
 from dynamo_moe.conversion.packing import converted_layers
 from dynamo_moe.local_experts import LocalExperts
@@ -174,6 +177,25 @@ def test_experts_in_other_layers_are_shared() -> None:
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(converted(mlp_model()))
+
+
+def test_a_model_that_cannot_be_sharded_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = converted(mlp_model())
+    weights = [*model[1].mlp.experts_parameters().values()]
+    # Without a GPU there is no pinned memory.
+    monkeypatch.setattr(
+        sharding, "_is_offloaded", lambda weight: any(weight is each for each in weights)
+    )
+    before = model.state_dict()
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"'1\.mlp' are in pinned memory"):
+            dynamo_moe.shard(model)
+    finally:
+        dist.destroy_process_group()
+    assert model.state_dict().keys() == before.keys()
 
 
 def test_what_needs_whole_layers() -> None:

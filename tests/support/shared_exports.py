@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,13 @@ def checked(tmp_path: Path) -> Checked:
             return None
 
         def is_right() -> bool:
-            before()
-            return _is_right(make(), _example(example), tmp_path / "auto" / "model.onnx")
+            session = ort.InferenceSession(tmp_path / "auto" / "model.onnx")
+            for inputs in _sizes(_example(example), session):
+                before()
+                model = make()
+                if not _is_right(model, inputs, session):
+                    return False
+            return True
 
         auto = exported("auto")
         is_shared = auto and any(blocks.endswith(" traced") for blocks in auto[1])
@@ -88,12 +93,29 @@ def _exported(
     return {file.name: file.read_bytes() for file in report.files}, report.blocks
 
 
-def _is_right(model: nn.Module, example: tuple[Any, ...], path: Path) -> bool:
-    """Whether a file computes what a model does the first time that it is called."""
+def _sizes(example: tuple[Any, ...], session: ort.InferenceSession) -> Iterator[tuple[Any, ...]]:
+    """Yields an example, and larger ones where a file takes them."""
+    leaves, structure = pytree.tree_flatten(example)
+    shapes = [value.shape for value in session.get_inputs()]
+    yield example
+    for factor in (
+        (3, 8) if any(isinstance(size, str) for shape in shapes for size in shape) else ()
+    ):
+        larger = [
+            leaf.repeat(*(factor if isinstance(size, str) else 1 for size in shape))
+            for leaf, shape in zip(leaves, shapes, strict=True)
+        ]
+        yield pytree.tree_unflatten(larger, structure)
+
+
+def _is_right(model: nn.Module, example: tuple[Any, ...], session: ort.InferenceSession) -> bool:
+    """Whether a file computes what a model does the first time that it is called, if it does."""
     inputs = [leaf.numpy().copy() for leaf in pytree.tree_leaves(example)]
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        expected = pytree.tree_leaves(model(*example))
-    session = ort.InferenceSession(path)
+        try:
+            expected = pytree.tree_leaves(model(*example))
+        except RuntimeError:  # It may refuse larger sizes.
+            return True
     names = [value.name for value in session.get_inputs()]
     results = session.run(None, dict(zip(names, inputs, strict=True)))
     tensors = [leaf.numpy() for leaf in expected if isinstance(leaf, Tensor)]

@@ -305,6 +305,23 @@ def test_trials_leave_buffers_as_they_are(tmp_path: Path) -> None:
     assert model.calls == 0
 
 
+class AddsToState(nn.Module):
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        y = x + state
+        state.add_(1)
+        return y * 2 if x.shape[0] > 8 else y
+
+
+def test_trials_leave_inputs_as_they_are(tmp_path: Path) -> None:
+    """Otherwise the model and its trace would not even agree near the example."""
+    x, state = torch.randn(TOKENS, 16), torch.zeros(16)
+    with pytest.raises(dynamo_moe.ExportError, match=r"if x\.shape\[0\] > 8.*x\.shape\[0\] is 9"):
+        dynamo_moe.export(
+            AddsToState(), (x, state), tmp_path / "m.onnx", dynamic_shapes=[{0: "n"}, {}]
+        )
+    assert torch.equal(state, torch.zeros(16))
+
+
 def test_without_private_names_ranges_tell(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tracer, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
     with pytest.raises(dynamo_moe.ExportError, match=r"x.shape\[0\] <= 8.*x.shape\[0\] is 9"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from dynamo_moe import restoring
 from dynamo_moe.restoring import state_kept
 
 COUNT = 0
@@ -153,6 +154,20 @@ def test_objects_that_refer_to_each_other() -> None:
     with state_kept(model):
         holder.itself.clear()
     assert holder.itself == [holder, holder.itself]
+
+
+def test_all_modules_are_restored_and_not_only_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "_MOST_OBJECTS", 10)
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
+    model.calls, model.seen = 0, []  # type: ignore[assignment]
+    with state_kept(model):
+        model.calls, model[0].last = 1, "result"  # type: ignore[assignment]
+        model.seen.append(1)  # type: ignore[operator]
+        model.pop(99)
+        model[5].bias = None
+    assert (model.calls, model.seen, len(model)) == (0, [], 100)
+    assert not hasattr(model[0], "last")
+    assert model[5].bias is not None
 
 
 def test_a_function_without_values_in_its_closure() -> None:

@@ -74,6 +74,11 @@ def several_outputs(x: Tensor, weight: Tensor) -> Any:
     return torch.vmap(torch.neg)(x), torch.vmap(lambda row: row)(x), x @ weight
 
 
+def one_output_twice(x: Tensor, weight: Tensor) -> Any:
+    y = torch.vmap(torch.neg)(x)
+    return y, y, x @ weight
+
+
 def twice_and_several_results(x: Tensor, weight: Tensor) -> Tensor:
     least, greatest = torch.vmap(lambda row: (row.min(), row.max()))(x)
     first = torch.stack([least, greatest], 1)
@@ -96,6 +101,7 @@ known = pytest.mark.skipif(
         whole_changed_row_by_row,
         nothing_uses_it,
         several_outputs,
+        one_output_twice,
         twice_and_several_results,
     ],
 )
@@ -104,6 +110,15 @@ def test_the_same_at_every_size(function: Callable[[Tensor, Tensor], Any], tmp_p
     report = dynamo_moe.export(model, torch.randn(6, 4), tmp_path / "model.onnx")
     assert report.notes == ()
     assert dynamo_moe.verify(report.path, model).passed
+
+
+@known
+def test_the_signature_names_what_is_returned() -> None:
+    program = torch.export.export(Computed(one_output_twice), (torch.randn(6, 4),))
+    flatten_vmaps(program)
+    [returned] = program.graph.output_node().args
+    names = [spec.arg.name for spec in program.graph_signature.output_specs]
+    assert names == [node.name for node in returned]
 
 
 @known
