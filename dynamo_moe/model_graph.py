@@ -304,10 +304,7 @@ def translated(
     try:
         traced, note = translate(program, opset, trials, retraces=retraces)
     except (FixedSizeError, NeedsRetraceError, torch.onnx.OnnxExporterError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # The exporter's own errors are pages long.
-            cause = cause.__cause__
-        raise ExportError(failures.explain(cause)) from error
+        raise ExportError(failures.explain(failures.first_cause(error))) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")

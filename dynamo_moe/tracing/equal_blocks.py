@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.failures import headline
 from dynamo_moe.tracing.model_log import LoggedModel, ModelLog, Span
 from dynamo_moe.tracing.plain_values import PlainValues
 
@@ -181,11 +182,6 @@ class EqualBlocks:
             for run in self.runs
         ]
         return shared + self._reasons
-
-
-def headline(error: Exception | None) -> str:
-    """Returns an error in one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # --- Before anything runs ---

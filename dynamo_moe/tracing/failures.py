@@ -31,6 +31,18 @@ _PICTURES = (
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
+def headline(error: BaseException | None) -> str:
+    """Returns an error in one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Returns the error that led to another; those of PyTorch's exporter are pages long."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def casts_a_module(error: BaseException) -> bool:
     """Whether an error comes from ``module.to()``, ``.float()`` or the like within a forward."""
     return any(

@@ -23,7 +23,8 @@ from dynamo_moe.private.pytorch import (
     own_parts,
     submodules_replaced,
 )
-from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError, Run, headline
+from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError, Run
+from dynamo_moe.tracing.failures import headline
 from dynamo_moe.tracing.model_log import ModelLog, Span
 
 

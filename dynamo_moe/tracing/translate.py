@@ -26,7 +26,7 @@ from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.private import exporter, tracer
 from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import attention, cache_writes, shortcuts, size_arithmetic
+from dynamo_moe.tracing import attention, cache_writes, failures, shortcuts, size_arithmetic
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
@@ -86,21 +86,15 @@ def translate(
             except NeedsRetraceError as error:
                 reason = str(error)
             except Exception as error:  # The public way reports it too, or can do without.
-                reason = _headline(error)
+                reason = failures.headline(error)
                 _LOG.info("torch.onnx.export takes over", exc_info=True)
             note = f"{_TAKES_OVER}: {reason}"
         try:
             return _translate_by_torch(program, opset), note
         except Exception as error:  # PyTorch's decompositions and passes raise anything.
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # The exporter's own errors are pages long.
-                cause = cause.__cause__
+            cause = failures.first_cause(error)
             failure = f"{reason}; then {type(cause).__name__}: {cause}"
             raise torch.onnx.OnnxExporterError(failure) from None
-
-
-def _headline(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # --- The public way ---
