@@ -19,11 +19,7 @@ from dynamo_moe.progress.phases import phase
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.autocast import with_casts
-from dynamo_moe.tracing.dynamic_shapes import (
-    DynamicExample,
-    keywords_named,
-    sizes_of_one_name,
-)
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.in_place import changed_windows
@@ -33,6 +29,7 @@ from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.sizes_in_tensors import SizesInTensors
+from dynamo_moe.tracing.traced_forward import keywords_named, sizes_of_one_name
 from dynamo_moe.tracing.translatable import make_translatable
 from dynamo_moe.tracing.vmapped import flatten_vmaps
 

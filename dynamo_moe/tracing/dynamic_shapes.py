@@ -5,9 +5,6 @@ torch.export treats a dimension of size 0 or 1 as a constant, so examples of bat
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from dynamo_moe import pytree
-from dynamo_moe.private.pytorch import attributes_of
+from dynamo_moe.tracing.arguments import bind_arguments, parts_of, spread_keywords
 
 BATCH = "batch"
 
@@ -84,17 +81,19 @@ def resolve(
             than the example, gives a dimension what is no label, or one that its size contradicts.
         TypeError: If the example does not fit the model's forward.
     """
-    arguments = _bound(model, args, kwargs)
+    arguments = bind_arguments(model, args, kwargs)
     if isinstance(requested, (ShapesCollection, AdditionalInputs)):
         collected: Any = requested
         requested = tuple(collected.dynamic_shapes(model, args, kwargs).values())
     if isinstance(requested, Mapping) and not arguments.keys() >= requested.keys():
-        requested = _spread(model, requested)  # PyTorch's spelling has those of **kwargs inside.
+        requested = spread_keywords(
+            model, requested
+        )  # PyTorch's spelling has those of **kwargs inside.
     specs = _by_argument(requested, arguments)
     args, kwargs = _distinct((args, kwargs))
     if specs is None:
         return DynamicExample(args, kwargs, None, [])
-    arguments = _bound(model, args, kwargs)
+    arguments = bind_arguments(model, args, kwargs)
     asked = {name: [*_entries(name, value, specs[name])] for name, value in arguments.items()}
     entries = [entry for of_argument in asked.values() for entry in of_argument]
     _check_dims(entries)
@@ -136,49 +135,6 @@ def range_of(label: Any) -> tuple[int | None, int | None]:
     return label.min, label.max if isinstance(label.max, int) else None
 
 
-@contextlib.contextmanager
-def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[None]:
-    """Lets a trace know before the model runs which sizes are equal: those given one name.
-
-    It would find out on the way, where the model combines them, and could use nothing that it had
-    found for either size before. Sizes that differ in the example are left alone, and so is
-    ``batch`` where nobody asked for it: the first dimension of a mask may be no batch.
-    """
-    original = model.forward
-    example_sizes = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
-    if len(set(example_sizes)) == len(example_sizes):
-        yield
-        return
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        first: dict[Any, Any] = {}
-        sizes = _named_sizes(model, args, kwargs, example.requested)
-        for named, (_, size) in zip(example_sizes, sizes, strict=True):
-            # The comparison is a condition of the trace, which replaces one by the other.
-            bool(first.setdefault(named, size) == size)
-        return original(*args, **kwargs)
-
-    with _changed(model, "forward", forward):
-        yield
-
-
-def _named_sizes(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    requested: Mapping[str, list[Labels]],
-) -> Iterator[tuple[str, Any]]:
-    """Yields the names that were asked for, each with its size in these arguments."""
-    arguments = _bound(model, args, kwargs)
-    for argument, of_tensors in requested.items():
-        for tensor, labels in zip(_tensors(arguments[argument]), of_tensors, strict=True):
-            for dimension, label in labels.items():
-                name = name_of(label)
-                if name is not None:
-                    yield name, tensor.shape[dimension]
-
-
 def name_dimensions(model: ir.Model, labels: Sequence[Labels]) -> None:
     """Gives the graph's symbolic dimensions their names, in place of the tracer's symbols."""
     names: dict[str, str] = {}
@@ -204,56 +160,6 @@ def name_dimensions(model: ir.Model, labels: Sequence[Labels]) -> None:
     for value in (*model.graph.inputs, *outputs):
         if value.shape is not None:
             value.shape = ir.Shape([named(dimension) for dimension in value.shape])
-
-
-@contextlib.contextmanager
-def keywords_named(model: nn.Module, example: DynamicExample) -> Iterator[None]:
-    """Gives the keywords that a model's ``**kwargs`` collects parameters of their own.
-
-    PyTorch 2.13 takes no dynamic shapes for them otherwise.
-    """
-    original = model.forward
-    signature = inspect.signature(original)
-    if _collecting(signature) is None:
-        yield
-        return
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    names = [name for name in example.kwargs if name not in {parameter.name for parameter in own}]
-    collected = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    forward.__signature__ = signature.replace(parameters=[*own, *collected])  # type: ignore[attr-defined]
-    with _changed(model, "forward", forward):
-        yield
-
-
-def _collecting(signature: inspect.Signature) -> str | None:
-    """Returns the name of a forward's ``**kwargs``, if it has them."""
-    names = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    return names[0] if names else None
-
-
-def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the example by argument of the model's forward, those of ``**kwargs`` by name."""
-    signature = inspect.signature(model.forward)
-    try:
-        return _spread(model, signature.bind(*args, **kwargs).arguments)
-    except TypeError as error:
-        takes = ", ".join(map(str, signature.parameters.values()))
-        raise TypeError(
-            f"the example does not fit {type(model).__name__}.forward({takes}): {error}"
-        ) from None
-
-
-def _spread(model: nn.Module, by_argument: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a mapping by argument with the entries of ``**kwargs`` beside the others."""
-    collecting = _collecting(inspect.signature(model.forward))
-    spread = dict(by_argument)
-    inner = spread.pop(collecting, None) if collecting is not None else None
-    return {**spread, **(inner or {})}
 
 
 def _distinct(example: Any) -> Any:
@@ -303,7 +209,7 @@ def _by_argument(requested: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
 
 def _entries(path: str, value: Any, spec: Any) -> Iterator[_Entry]:
     """Yields the tensors of an argument, with what a part of ``dynamic_shapes`` says of them."""
-    parts = _parts(value)
+    parts = parts_of(value)
     if isinstance(value, Tensor):
         yield _Entry(path, value, _asked(path, value, spec))
     elif parts is not None:
@@ -422,27 +328,6 @@ def _is_derived(label: Any) -> bool:
     return isinstance(label, Dim) and hasattr(label, "root")
 
 
-def _parts(value: Any) -> dict[Any, Any] | None:
-    """Returns the parts of a container by key or place; None if a value is none."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if not isinstance(value, (list, tuple)):
-        parts = pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
-        if len(parts) == 1 and parts[0] is value:
-            return None
-        value = parts
-    return dict(enumerate(value))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of an argument, in the order of :func:`_entries`."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for part in (_parts(value) or {}).values():
-            yield from _tensors(part)
-
-
 # --- The example ---
 
 
@@ -513,19 +398,4 @@ def _for_torch(
                 dimension: Dim.DYNAMIC if isinstance(label, str) else label
                 for dimension, label in of_tensor.items()
             }
-    return _spread(model, shapes.dynamic_shapes(model, args, kwargs))
-
-
-@contextlib.contextmanager
-def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an object an attribute of its own until the context ends."""
-    absent = object()
-    before = attributes_of(owner).get(name, absent)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    return spread_keywords(model, shapes.dynamic_shapes(model, args, kwargs))

@@ -1,0 +1,97 @@
+"""What a model's forward is while it is traced, so that the trace knows sizes and keywords."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from dynamo_moe.private.pytorch import attributes_of
+from dynamo_moe.tracing.arguments import bind_arguments, keywords_parameter, tensors_of
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of
+
+
+@contextlib.contextmanager
+def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[None]:
+    """Lets a trace know before the model runs which sizes are equal: those given one name.
+
+    It would find out on the way, where the model combines them, and could use nothing that it had
+    found for either size before. Sizes that differ in the example are left alone, and so is
+    ``batch`` where nobody asked for it: the first dimension of a mask may be no batch.
+    """
+    original = model.forward
+    example_sizes = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
+    if len(set(example_sizes)) == len(example_sizes):
+        yield
+        return
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        first: dict[Any, Any] = {}
+        sizes = _named_sizes(model, args, kwargs, example.requested)
+        for named, (_, size) in zip(example_sizes, sizes, strict=True):
+            # The comparison is a condition of the trace, which replaces one by the other.
+            bool(first.setdefault(named, size) == size)
+        return original(*args, **kwargs)
+
+    with _changed(model, "forward", forward):
+        yield
+
+
+def _named_sizes(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    requested: Mapping[str, list[Labels]],
+) -> Iterator[tuple[str, Any]]:
+    """Yields the names that were asked for, each with its size in these arguments."""
+    arguments = bind_arguments(model, args, kwargs)
+    for argument, of_tensors in requested.items():
+        for tensor, labels in zip(tensors_of(arguments[argument]), of_tensors, strict=True):
+            for dimension, label in labels.items():
+                name = name_of(label)
+                if name is not None:
+                    yield name, tensor.shape[dimension]
+
+
+@contextlib.contextmanager
+def keywords_named(model: nn.Module, example: DynamicExample) -> Iterator[None]:
+    """Gives the keywords that a model's ``**kwargs`` collects parameters of their own.
+
+    PyTorch 2.13 takes no dynamic shapes for them otherwise.
+    """
+    original = model.forward
+    signature = inspect.signature(original)
+    if keywords_parameter(signature) is None:
+        yield
+        return
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [name for name in example.kwargs if name not in {parameter.name for parameter in own}]
+    collected = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    forward.__signature__ = signature.replace(parameters=[*own, *collected])  # type: ignore[attr-defined]
+    with _changed(model, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an object an attribute of its own until the context ends."""
+    absent = object()
+    before = attributes_of(owner).get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
