@@ -33,6 +33,7 @@ from dynamo_moe.model_graph import (
     RepeatedBlocks,
     Trace,
     check_graph,
+    explained_by_model,
     graph_of,
     graph_of_trace,
     layout_of,
@@ -389,7 +390,8 @@ def _write(
         inputs.store(model_ir, tensors, trace.sizes)
         if form.link_weights:
             placeholders.link(model_ir, path.parent)
-        checked = check_graph(model_ir, graph.copies)
+        with explained_by_model(model, arguments):
+            checked = check_graph(model_ir, graph.copies)
     files = model_files.save_model(model_ir, path, external_data, checked)
     activations = {layer.attributes["activation"] for layer in layers}
     notes = lowering.notes(model_ir, activations, form.target)

@@ -13,6 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 from dynamo_moe.conversion import unconverted
+from dynamo_moe.conversion.observation import has_values
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.files import metadata
 from dynamo_moe.files.copies import Copies
@@ -30,6 +31,7 @@ from dynamo_moe.tracing.dynamic_shapes import DynamicExample, name_dimensions
 from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
+from dynamo_moe.tracing.program_runs import changed_buffers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.translate import set_opset, translate
 from dynamo_moe.weights import placeholders
@@ -174,6 +176,7 @@ def _traced(
     program = captured(
         model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
     )
+    changed = changed_buffers(program)
     constants = without_constants(program)
     if not program.graph_signature.user_outputs:
         raise ExportError(f"the model returns no tensor, but {', '.join(map(repr, constants))}")
@@ -197,7 +200,31 @@ def _traced(
         )
     if form.layers_as_functions and not (sharing is not None and sharing.units):
         notes.append("no blocks were found that could be calls of one function")
+    notes += [
+        f"the model changes its buffer {name} as it runs; in the file it stays as it is now"
+        for name in sorted(changed & _read_weights(traced))
+    ]
     return Trace(traced, sharing, notes, trials.sizes, [])
+
+
+def _read_weights(model: ir.Model) -> set[str]:
+    """Returns the names of the initializers that a graph's outputs depend on."""
+    remaining: list[ir.Value | None] = [*model.graph.outputs]
+    seen: set[ir.Value | None] = {None}
+    while remaining:
+        value = remaining.pop()
+        node = None if value in seen or value is None else value.producer()
+        seen.add(value)
+        if node is not None:
+            inner = (part for graph in node.attributes.values() for part in _inputs_within(graph))
+            remaining += [*node.inputs, *inner]
+    return {str(value.name) for value in model.graph.initializers.values() if value in seen}
+
+
+def _inputs_within(attribute: ir.Attr) -> list[ir.Value | None]:
+    """Returns the inputs of all nodes of a branch or a loop, which may be from around it."""
+    graphs = [attribute.as_graph()] if attribute.type is ir.AttributeType.GRAPH else []
+    return [value for graph in graphs for node in graph.all_nodes() for value in node.inputs]
 
 
 def _formed(
@@ -278,9 +305,8 @@ def captured(
     except Exception as error:  # The model's own code runs.
         failure = failures.model_failure(model, *arguments, error) if runs else None
         if failure is not None:
-            raise ExportError(
-                failures.explain_model_failure(failure, failures.described(model, *arguments))
-            ) from failure
+            shown = failures.described(model, *arguments)
+            raise ExportError(failures.explain_model_failure(failure, shown)) from failure
         raise ExportError(failures.explain(error)) from error
 
 
@@ -341,3 +367,19 @@ def check_graph(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProt
         raise ExportError(
             f"the graph is not valid ONNX, and no file is written: {error}"
         ) from error
+
+
+@contextlib.contextmanager
+def explained_by_model(model: torch.nn.Module, arguments: Arguments) -> Iterator[None]:
+    """Raises, in the place of an export's error, the one that the model itself raises, if any.
+
+    A trace does not ask for equal dtypes everywhere that PyTorch does.
+    """
+    try:
+        yield
+    except ExportError as error:
+        failure = failures.failure_on(model, *arguments) if has_values(model) else None
+        if failure is None:
+            raise
+        shown = failures.described(model, *arguments)
+        raise ExportError(failures.explain_model_failure(failure, shown)) from error

@@ -22,13 +22,15 @@ def model_line(error: BaseException) -> str | None:
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         of_others = any(path.is_relative_to(folder) for folder in _OF_OTHERS)
-        is_method = isinstance(frame.f_locals.get("self"), nn.Module) and not of_others
-        if is_method or (location is not None and path == location[0]):
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        is_method = issubclass(type(first), nn.Module) and hasattr(type(first), code.co_name)
+        if (is_method and not of_others) or (location is not None and path == location[0]):
             location = path, line
     if location is None:
         return None
     path, line = location
-    code = linecache.getline(str(path), line).strip()
+    text = linecache.getline(str(path), line).strip()
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return f"{path}:{line} (`{code}`)" if code else f"{path}:{line}"
+    return f"{path}:{line} (`{text}`)" if text else f"{path}:{line}"

@@ -27,7 +27,7 @@ from dynamo_moe.conversion.identify_layer import (
     identify_layer,
     side_effects,
 )
-from dynamo_moe.conversion.layer_spec import LayerSpec, install
+from dynamo_moe.conversion.layer_spec import LayerSpec, install, share_weights
 from dynamo_moe.conversion.layer_trial import (
     IsMixtureError,
     NoKnownRouterError,
@@ -114,6 +114,11 @@ def convert_layers(
     # What a layer remembers of its weights, it remembers of those that it was tried with.
     with state_kept(model, attributes=False):
         outcomes = [_convert_candidate(model, candidate, known, calls) for candidate in located]
+    share_weights(
+        model.get_submodule(outcome.module)
+        for outcome in outcomes
+        if isinstance(outcome, Replacement)
+    )
     return [outcome for outcome in outcomes if outcome is not None]
 
 

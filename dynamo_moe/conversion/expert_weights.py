@@ -5,6 +5,7 @@ Legend: D model width, H hidden width, F = H, or 2H when gated, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -102,6 +103,12 @@ class ExpertsSpec:
     def parameter_names(self) -> list[str]:
         """Returns the paths of the parameters."""
         return [name for stack in self.stacks for name in stack.names]
+
+    def memory(self, module: nn.Module) -> Hashable:
+        """Returns what is equal for modules whose weights are those of the same parameters."""
+        parameters = (id(parameter) for parameter in _parameters(self, module))
+        layout = ((stack.shape, stack.transposed, len(stack.names)) for stack in self.stacks)
+        return self.up_first, len(self.w1), *layout, *parameters
 
 
 def _joined(stacks: tuple[ParameterStack, ...], module: nn.Module) -> Any:

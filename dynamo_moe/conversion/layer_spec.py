@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -263,11 +263,29 @@ def install(module: nn.Module, spec: LayerSpec) -> None:
 
     The module keeps its class as a base, its attributes, submodules, parameters and methods; only
     its forward in evaluation mode changes.
+
+    Raises:
+        ValueError: If Python cannot change the class of an object of this one.
     """
+    original: Any = type(module)
+    try:
+        module.__class__ = _converted_class(original)
+    except TypeError as error:
+        raise ValueError(
+            "Python cannot change its class in place: let nn.Module be the first base of "
+            f"{original.__name__}, or of the class that it derives from"
+        ) from error
     module._dynamo_moe_spec = spec  # type: ignore[assignment]
     module._dynamo_moe_weights = CachedWeights()  # type: ignore[assignment]
-    original: Any = type(module)
-    module.__class__ = _converted_class(original)
+
+
+def share_weights(modules: Iterable[nn.Module]) -> None:
+    """Lets converted layers that have the same experts keep the same weights of them."""
+    kept: dict[Any, CachedWeights] = {}
+    for module in modules:
+        if isinstance(module, ConvertedLayer):
+            key = module._dynamo_moe_spec.experts.memory(module)
+            module._dynamo_moe_weights = kept.setdefault(key, module._dynamo_moe_weights)
 
 
 class ConvertedLayer(ConvertedModule):

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -145,7 +145,34 @@ def locate_layers(
                 candidate.is_named(model) or (paths and _has_matrices_of_each(model, experts))
             ):
                 layers.append(candidate)
+    for experts in _shared_experts(modules, located):
+        known_layers = {model.get_submodule(layer.path) for layer in layers}
+        paths = []
+        for path in itertools.takewhile(is_free, _paths_upwards(experts)):
+            if not known_layers.isdisjoint(model.get_submodule(path).modules()):
+                break
+            paths.append(path)
+        routing = (path for path in paths if _may_route(model, path, experts))
+        if (chosen := next(routing, None)) is not None:
+            layers.append(LayerCandidate(chosen, tuple(paths), experts, is_gated=True))
     return layers
+
+
+def _shared_experts(
+    modules: Sequence[tuple[str, nn.Module]], located: Sequence[LocatedExperts]
+) -> Iterator[LocatedExperts]:
+    """Yields experts that have been located, by the paths that they have in further layers."""
+    first = {module: path for path, module in modules}
+    others: dict[str, list[str]] = {}
+    for path, module in modules:
+        for name, child in own_parts(module)[2].items():
+            place = f"{path}.{name}" if path else name
+            if child is not None and first[child] != place:
+                others.setdefault(first[child], []).append(place)
+    for experts in located if others else ():
+        for shared in _with_ancestors(experts.path):
+            for place in others.get(shared, ()):
+                yield replace(experts, path=place + experts.path[len(shared) :])
 
 
 def is_numbered(name: str) -> bool:

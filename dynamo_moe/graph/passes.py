@@ -107,7 +107,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
         common_passes.LiftSubgraphInitializersToMainGraphPass(),
     )(model)
     _share_constants(model.graph, weights)
-    _merge_equal_nodes(model)
+    merge_equal_nodes(model)
     names = [value.name for value in model.graph.inputs]
     common_passes.OutputFixPass()(model)
     for value, name in zip(model.graph.inputs, names, strict=True):
@@ -120,7 +120,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
 def tidy(model: ir.Model) -> None:
     """Removes what nothing uses, and merges nodes that compute the same."""
     common_passes.RemoveUnusedNodesPass()(model)
-    _merge_equal_nodes(model)
+    merge_equal_nodes(model)
 
 
 def _or_booleans(model: ir.Model) -> None:
@@ -219,7 +219,7 @@ def _goes_into_a_pool(value: ir.Value) -> bool:
     return any(user.op_type in {"AveragePool", "MaxPool"} for user in users)
 
 
-def _merge_equal_nodes(model: ir.Model) -> None:
+def merge_equal_nodes(model: ir.Model) -> None:
     """Merges nodes that compute the same, but no registered ones: they may draw random numbers."""
     registered = [node for node in model.graph.all_nodes() if find(node) is not None]
     overloads = [node.overload for node in registered]

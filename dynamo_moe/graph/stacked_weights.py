@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from dynamo_moe.graph.passes import merge_equal_nodes
 from dynamo_moe.moe_nodes.nodes import moe_nodes
 from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -27,8 +28,16 @@ def fold_stacked_weights(model: ir.Model) -> None:
     The node is ours, or one of a runtime, which may want a layer's weights in another order.
 
     A weight that is also used elsewhere is left to be stacked by the runtime: the file would hold
-    it twice.
+    it twice. Layers that share experts have one stack.
     """
+    if _fold(model):
+        merge_equal_nodes(model)
+        _fold(model)
+
+
+def _fold(model: ir.Model) -> bool:
+    """Folds what can be; returns whether weights that are used elsewhere were left."""
+    has_left = False
     foreign = [node for node in model.graph if foreign_operator(node.domain, node.op_type)]
     for node in [*moe_nodes(model), *foreign]:
         for position, value in enumerate(node.inputs):
@@ -39,7 +48,10 @@ def fold_stacked_weights(model: ir.Model) -> None:
             lazy = _expression(value, made_by, leaves)
             parts = [*leaves, *(o for maker in made_by for o in maker.outputs if o is not value)]
             users = [user for part in parts for user, _ in part.uses()]
-            if lazy is None or any(user not in made_by for user in users):
+            if lazy is None:
+                continue
+            if any(user not in made_by for user in users):
+                has_left = True
                 continue
             tensor = as_ir(lazy, name_of_all([str(leaf.name) for leaf in leaves]))
             weight = ir.Value(
@@ -53,6 +65,7 @@ def fold_stacked_weights(model: ir.Model) -> None:
                 if not leaf.uses():
                     model.graph.initializers.pop(str(leaf.name), None)
             model.graph.register_initializer(weight)
+    return has_left
 
 
 def name_of_all(names: Sequence[str]) -> str:

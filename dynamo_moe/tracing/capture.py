@@ -29,7 +29,7 @@ from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.sizes_in_tensors import SizesInTensors
-from dynamo_moe.tracing.traced_forward import keywords_named, sizes_of_one_name
+from dynamo_moe.tracing.traced_forward import code_importable, keywords_named, sizes_of_one_name
 from dynamo_moe.tracing.translatable import make_translatable
 from dynamo_moe.tracing.vmapped import flatten_vmaps
 
@@ -119,6 +119,7 @@ def _trace(
     graphs = nullcontext() if strict else tracer.graphs_compiled_late()
     keywords = nullcontext() if strict else keywords_named(model, example)
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
+    code = code_importable(model) if strict else nullcontext()
 
     def program() -> ExportedProgram:
         with state_kept(model), tracer.no_layers_left():
@@ -133,7 +134,7 @@ def _trace(
         flatten_vmaps(traced)
         return traced
 
-    with exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
+    with exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes, code:
         watched: TorchFunctionMode = DataDetached()
         try:
             traced = program()

@@ -56,13 +56,19 @@ def model_failure(
 ) -> Exception | None:
     """Returns the exception that the model raises in PyTorch too, if an operator failed in a trace.
 
-    The model runs once, and is left as it was, unless the trace's failure shows that no operator
-    refused the example.
+    It does not run where the trace's failure shows that no operator refused the example.
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
     if not by_an_operator or type(failure).__module__.startswith(tracer.TRACERS):
         return None
+    return failure_on(model, args, kwargs)
+
+
+def failure_on(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Exception | None:
+    """Returns the exception that a model raises in PyTorch; it runs once, and is left as it was."""
     try:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.no_grad(), state_kept(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,15 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 def changed_parameters(program: ExportedProgram) -> frozenset[str]:
     """Returns the names of the parameters whose values a program changes."""
-    names = program.graph_signature.inputs_to_parameters
+    return _changed(program, program.graph_signature.inputs_to_parameters)
+
+
+def changed_buffers(program: ExportedProgram) -> frozenset[str]:
+    """Returns the names of the buffers whose values a program changes."""
+    return _changed(program, program.graph_signature.inputs_to_buffers)
+
+
+def _changed(program: ExportedProgram, names: Mapping[str, str]) -> frozenset[str]:
     changed = {node.name for node in changed_inputs(program.graph_module)}
     return frozenset(names[name] for name in changed & names.keys())
 

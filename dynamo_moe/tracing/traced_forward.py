@@ -1,11 +1,13 @@
-"""What a model's forward is while it is traced, so that the trace knows sizes and keywords."""
+"""What a model's forward is while it is traced, so that a trace knows its sizes and its code."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -80,6 +82,27 @@ def keywords_named(model: nn.Module, example: DynamicExample) -> Iterator[None]:
     forward.__signature__ = signature.replace(parameters=[*own, *collected])  # type: ignore[attr-defined]
     with _changed(model, "forward", forward):
         yield
+
+
+@contextlib.contextmanager
+def code_importable(model: nn.Module) -> Iterator[None]:
+    """Lets Dynamo import the modules of a model's code, also of code that was run without one.
+
+    As by ``runpy``, or by ``importlib`` without an entry in ``sys.modules``.
+    """
+    added = {}
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        forward: Any = vars(kind).get("forward")
+        variables = getattr(inspect.unwrap(forward), "__globals__", {})
+        name = variables.get("__name__")
+        if isinstance(name, str) and name not in sys.modules:
+            sys.modules[name] = added[name] = ModuleType(name)
+            vars(added[name]).update(variables)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from dynamo_moe import pytree
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
+from dynamo_moe.tracing.projected_lstms import project_outside
 
 _aten = torch.ops.aten
 _DROPOUTS = frozenset(
@@ -39,6 +40,7 @@ def make_translatable(program: ExportedProgram, *, gradients: bool = False) -> N
     if not gradients:
         _write_statistics(program)
     _widen_norms(program)
+    project_outside(program)
     _promote_einsums(program)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dynamo_moe import pytree
 from dynamo_moe.evaluation import evaluating
+from dynamo_moe.private.pytorch import has_forward_hooks
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.verification import rounding
 from dynamo_moe.verification.exchange import Exchange
@@ -131,10 +133,16 @@ def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dic
         positional = [*(name for name in first if name in case), *collected]
         keywords = {name: value for name, value in case.items() if name not in positional}
         return tuple(case[name] for name in positional), keywords
-    if any(p.kind is p.VAR_KEYWORD for p in parameters) or case.keys() <= named:
-        return (), dict(case)
-    whole = _containers(case, named)
-    return ((), whole) if whole.keys() <= named else (tuple(case.values()), {})
+    keywords = dict(case)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters) and not case.keys() <= named:
+        keywords = _containers(case, named)
+        if not keywords.keys() <= named:
+            return tuple(case.values()), {}
+    if not has_forward_hooks(model):
+        return (), keywords
+    # As a rule, hooks get the arguments by position alone.
+    leading = [*itertools.takewhile(keywords.__contains__, first)]
+    return tuple(keywords.pop(name) for name in leading), keywords
 
 
 def _containers(case: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+from abc import ABC
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dynamo_moe.conversion import adapters, register_adapter
 from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import ConvertedModule
+from listed_experts import Listed
 from small_models import Residual, mlp_model
 
 NAN = float("nan")
@@ -151,6 +153,18 @@ def test_names_what_it_left(module: nn.Module, reason: str) -> None:
     assert re.search(reason, report.unrecognised[0].reason)
     assert model[1] is module
     assert not isinstance(module, ConvertedModule)
+
+
+def test_a_class_that_cannot_be_changed_in_place() -> None:
+    class Layer(ABC, nn.Module):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.gate, self.experts = Listed().children()
+
+        forward = Listed.forward
+
+    (left,) = dynamo_moe.convert(Layer().eval()).unrecognised
+    assert "let nn.Module be the first base of Layer" in left.reason
 
 
 def test_a_layer_that_takes_other_tokens_in_three_dimensions() -> None:

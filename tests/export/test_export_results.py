@@ -242,3 +242,24 @@ def test_norm_and_residual_in_the_layer(tmp_path: Path, form: str) -> None:
             ["rms", 0.25, 1],
             ["rms", 0.5, 1],
         ]
+
+
+class Remembers(nn.Module):
+    """Its result depends on the calls before it; how many there were, it only counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x + self.mean
+
+
+def test_a_buffer_that_the_model_changes_and_reads_is_noted(tmp_path: Path) -> None:
+    report = dynamo_moe.export(Remembers(), torch.ones(3, 4), tmp_path / "m.onnx")
+    assert report.notes == (
+        "the model changes its buffer mean as it runs; in the file it stays as it is now",
+    )

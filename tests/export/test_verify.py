@@ -651,3 +651,10 @@ def test_half_precision_of_a_file_without_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     dynamo_moe.export(Attention(), inputs, path, dynamic_shapes=None)
     assert dynamo_moe.verify(path, Attention(), [inputs]).passed
+
+
+def test_hooks_get_the_arguments_by_position(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    model.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    report = dynamo_moe.export(model, torch.randn(2, 4), tmp_path / "m.onnx")
+    assert dynamo_moe.verify(report.path, model).passed

@@ -146,9 +146,9 @@ def test_what_cannot_be_flattened_stays(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_pytorch_cannot_trace_leaves_nothing_behind(tmp_path: Path) -> None:
     model = Computed(gradients_of_each_row).eval()
-    with pytest.raises(
-        dynamo_moe.ExportError, match=r"'Tensor' object has no attribute 'constant'"
-    ):
+    # The second is PyTorch 2.11's and 2.12's.
+    message = "'Tensor' object has no attribute 'constant'|Expected FakeTensor"
+    with pytest.raises(dynamo_moe.ExportError, match=message):
         dynamo_moe.export(model, torch.randn(6, 4), tmp_path / "model.onnx")
     torch.randn(2)
 

@@ -10,6 +10,7 @@ from dynamo_moe.tracing.decompositions import (  # noqa: F401  Importing fills t
     elements,
     indexing,
     layers,
+    losses,
     orders,
     reductions,
     special,
