@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ FURTHER = {
     *("swin-moe-digits-unrolled", "swin-moe-digits-dense", "granitemoe", "llama4"),
     *("torchtitan-score-before", "swin-moe-dropless", "qwen3-omni-moe"),
 }
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 RECORDED = json.loads(DIGESTS.read_text())
 
 
@@ -30,6 +32,13 @@ def test_files_are_as_recorded(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # One example is not converted.
         assert digests(name, tmp_path) == RECORDED["files"][name]
+
+
+def test_the_recorded_releases_are_the_pinned_ones() -> None:
+    """With others, the files are not compared."""
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
+    recorded = {name: release.partition("+")[0] for name, release in RECORDED["versions"].items()}
+    assert recorded == {name: pins[name] for name in recorded}
 
 
 def test_every_file_is_recorded() -> None:
