@@ -49,6 +49,7 @@ from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.sharding import Plan, check_plan, sharded
+from dynamo_moe.tracing.arguments import constants_of
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.dynamic_shapes import (
     BATCH,
@@ -387,7 +388,7 @@ def _write(
         file_form.store_linear(model_ir, model)
         leaves = pytree.tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        inputs.store(model_ir, tensors, trace.sizes)
+        inputs.store(model_ir, tensors, trace.sizes, constants_of(model, *arguments))
         if form.link_weights:
             placeholders.link(model_ir, path.parent)
         with explained_by_model(model, arguments):

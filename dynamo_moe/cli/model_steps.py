@@ -16,6 +16,7 @@ import dynamo_moe
 from dynamo_moe.cli.common import step
 from dynamo_moe.cli.model_loading import UsageError, load_model, parse_shapes
 from dynamo_moe.cli.outcomes import Outcome
+from dynamo_moe.conversion.packing import converted_layers
 from dynamo_moe.progress.display import shown
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def quantize(
     if not options:
         return None
     experts, linear = options["weight_format"], options["linear"]
+    if experts and not converted_layers(module):
+        raise UsageError(
+            "--quantize rounds the experts of MoE layers, and the model has none that were "
+            "converted; --quantize-linear rounds its linear layers"
+        )
     what = [*_rounded("experts", experts), *_rounded("linear layers", linear)]
     with step(console, f"Rounding {' and '.join(what)}"):
         return dynamo_moe.quantize(module, **options)

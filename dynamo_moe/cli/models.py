@@ -580,6 +580,9 @@ def _rounding(
         raise UsageError("--group needs --quantize or --quantize-linear")
     if ignore is not None and not linear:
         raise UsageError("--quantize-ignore needs --quantize-linear")
+    for option, name in (("--quantize", experts), ("--quantize-linear", linear)):
+        if name is not None and name not in ENCODINGS:
+            raise UsageError(f"{option} must be one of {', '.join(ENCODINGS)}; got {name!r}")
     if not (experts or linear):
         return {}
     options: dict[str, Any] = {"weight_format": experts, "linear": linear, "group": group}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
@@ -22,6 +23,8 @@ KEY = "dynamo_moe.integers"
 """Metadata key: the least and the greatest of the example's integers or booleans, by input."""
 MASKS_KEY = "dynamo_moe.masks"
 """Metadata key: by input, what an additive mask of the example has where tokens are hidden."""
+ARGUMENTS_KEY = "dynamo_moe.arguments"
+"""Metadata key: the example's numbers and texts by argument, where they are not the defaults."""
 SIZES_KEY = "dynamo_moe.sizes"
 """Metadata key: the greatest size that a condition of the model's trace names."""
 
@@ -90,7 +93,12 @@ class DrawnCase:
     kept: Tensor | None = None
 
 
-def store(model: ir.Model, example: Sequence[Tensor], sizes: Collection[int] = ()) -> None:
+def store(
+    model: ir.Model,
+    example: Sequence[Tensor],
+    sizes: Collection[int] = (),
+    constants: Mapping[str, Any] | None = None,
+) -> None:
     """Writes as metadata what shows, for :func:`random_inputs`, what the inputs are for.
 
     Args:
@@ -98,6 +106,7 @@ def store(model: ir.Model, example: Sequence[Tensor], sizes: Collection[int] = (
         example: The example that it was traced with, a tensor by input.
         sizes: Those that conditions of its trace name, of which only one above all sizes that are
             tried anyway is written.
+        constants: The arguments that are no tensors, with which it was traced too.
     """
     known = {
         str(value.name): tensor
@@ -115,9 +124,19 @@ def store(model: ir.Model, example: Sequence[Tensor], sizes: Collection[int] = (
         if tensor.is_floating_point() and (hidden := _hiding(name, tensor))
     }
     named = max((size for size in sizes if size >= _CASES[-1].other), default=None)
-    for key, value in ((KEY, ranges), (MASKS_KEY, masks), (SIZES_KEY, named)):
+    for key, value in (
+        *((KEY, ranges), (MASKS_KEY, masks), (ARGUMENTS_KEY, constants)),
+        (SIZES_KEY, named),
+    ):
         if value:
             model.metadata_props[key] = json.dumps(value)
+
+
+def constants_in(model: onnx.ModelProto) -> dict[str, Any]:
+    """Returns the arguments that a file has as constants, where they are not the defaults."""
+    stored = {entry.key: entry.value for entry in model.metadata_props}
+    constants: dict[str, Any] = json.loads(stored.get(ARGUMENTS_KEY, "{}"))
+    return constants
 
 
 def _hiding(name: str, tensor: Tensor) -> float:

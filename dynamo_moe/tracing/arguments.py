@@ -31,6 +31,19 @@ def bind_arguments(
         ) from None
 
 
+def constants_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, bool | int | float | str]:
+    """Returns the numbers and texts of an example by argument, where they are not its default."""
+    parameters = inspect.signature(model.forward).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return {
+        name: value
+        for name, value in bind_arguments(model, args, kwargs).items()
+        if type(value) in {bool, int, float, str} and value != defaults.get(name)
+    }
+
+
 def spread_keywords(model: nn.Module, by_argument: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a mapping by argument with the entries of ``**kwargs`` beside the others."""
     collecting = keywords_parameter(inspect.signature(model.forward))

@@ -134,6 +134,13 @@ def explain(error: BaseException) -> str:
             "the model returns its cache of keys and values: pass use_cache=False, or use "
             "dynamo_moe.export_language_model"
         )
+    unknown = re.search(r"Found <class '([^']+)'> in output, which is not a known type", cause)
+    if unknown:
+        return (
+            f"the model returns an object of the class {unknown[1]}, in which PyTorch finds no "
+            "tensors: pass the class, if it is a dataclass, to torch.export.register_dataclass "
+            "before the export, or return a dictionary or a tuple"
+        )
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
     if missing and "complex-valued input" in cause:
         return (

@@ -21,7 +21,7 @@ from dynamo_moe import language_models
 from dynamo_moe.evaluation import check_model, unwrapped
 from dynamo_moe.files import cache_entries, model_parts, rank_files
 from dynamo_moe.files.block_functions import inlined
-from dynamo_moe.files.inputs import random_inputs
+from dynamo_moe.files.inputs import constants_in, random_inputs
 from dynamo_moe.files.library_operators import OPERATORS, operator_nodes
 from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import load_graph
@@ -147,6 +147,7 @@ def verify(
             exchange,
             rounds=is_default and not file.missing,
             is_widened=bool(file.missing),
+            constants=constants_in(stored),
         )
         try:
             results = [verified(file, models, trial, tolerance) for trial in trials]

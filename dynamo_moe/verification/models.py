@@ -44,7 +44,8 @@ class Models:
 
     The file has so many outputs: tensors, and numbers that are sizes; constants are none. If it
     ``rounds``, it may be as far from a model in float32 as that model in half precision is. Where
-    the file ``is_widened``, models are run in float32 too.
+    the file ``is_widened``, models are run in float32 too. Arguments that the file has as
+    ``constants`` are theirs too, where a case names its inputs.
     """
 
     model: torch.nn.Module
@@ -53,6 +54,7 @@ class Models:
     exchange: Exchange | None
     rounds: bool
     is_widened: bool
+    constants: Mapping[str, Any]
 
     def results(self, case: Case) -> Results:
         """Runs them."""
@@ -64,10 +66,10 @@ class Models:
                 for model in filter(None, (self.model, self.reference)):
                     stack.enter_context(rounding.in_float32(model))
             with RoutingRecorder() as recorder:
-                outputs = outputs_of(self.model, case, self.count)
+                outputs = self._outputs(self.model, case)
             expected = outputs
             if self.reference is not None:
-                expected = outputs_of(self.reference, case, self.count)
+                expected = self._outputs(self.reference, case)
         return Results(outputs, expected, recorder.ids)
 
     def in_float32(self, case: Case) -> list[Tensor] | None:
@@ -77,9 +79,16 @@ class Models:
             return None
         try:
             with rounding.in_float32(model):
-                return outputs_of(model, rounding.widened_case(case), self.count)
+                return self._outputs(model, rounding.widened_case(case))
         except Exception:  # The model's own code runs, and may ask for half precision.
             return None
+
+    def _outputs(self, model: torch.nn.Module, case: Case) -> list[Tensor]:
+        if isinstance(case, Mapping):
+            parameters = inspect.signature(model.forward).parameters
+            known = {name: value for name, value in self.constants.items() if name in parameters}
+            case = {**known, **case}
+        return outputs_of(model, case, self.count)
 
     def results_of_all(self, case: Case) -> Results:
         """Runs them, and fails where another process's fail."""

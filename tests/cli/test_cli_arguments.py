@@ -217,6 +217,8 @@ def test_export_needs_inputs_and_a_folder() -> None:
             ["model.py", "m.onnx", "--quantize", "int4", "--quantize-ignore", "x"],
             "--quantize-ignore needs --quantize-linear",
         ),
+        (["model.py", "m.onnx", "--quantize", "int3"], "--quantize must be one of int4, mxfp4"),
+        (["model.py", "m.onnx", "--quantize-linear", "x"], "--quantize-linear must be one of int4"),
         ([".", "m.onnx"], ". is a folder without config.json: no checkpoint"),
         (["model.py"], "name a file, or -o OUT.onnx"),
         (["model.py", "m.onnx", "-o", "n.onnx"], "is said twice: m.onnx and -o n.onnx"),

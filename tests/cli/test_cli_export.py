@@ -109,6 +109,13 @@ def test_what_the_model_cannot_do_is_one_line() -> None:
     assert not Path("o.onnx").exists()
 
 
+def test_nothing_to_quantize() -> None:
+    Path("dense.py").write_text("import torch\nmodel = torch.nn.Linear(4, 4)\n")
+    result = run("export", "dense.py:model", "m.onnx", "--shape", "2,4", "--quantize", "int4")
+    assert result.exit_code == 2
+    assert "--quantize rounds the experts of MoE layers" in " ".join(result.stderr.split())
+
+
 def test_a_failed_export_as_json() -> None:
     result = run("export", "models.py", "o.onnx", "--shape", "2,5,17", "--json")
     assert result.exit_code == 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,25 @@ def test_an_example_that_the_model_does_not_take(
     error = failure(TwoInputs(), tmp_path, *args)
     example = re.escape(f"the model itself fails on the example (ids {ids}, mask {mask}), at ")
     assert re.match(f"{example}{line}: .*{message}", error), error
+
+
+@dataclass
+class Returned:
+    y: Tensor
+
+
+class ReturnsAnObject(nn.Module):
+    def forward(self, x: Tensor) -> Returned:
+        return Returned(x + 1)
+
+
+def test_an_object_is_returned_once_pytorch_knows_its_class(tmp_path: Path) -> None:
+    message = failure(ReturnsAnObject(), tmp_path, torch.zeros(2, 3))
+    assert "returns an object of the class test_failures.Returned" in message
+    assert "torch.export.register_dataclass" in message
+    torch.export.register_dataclass(Returned)
+    report = dynamo_moe.export(ReturnsAnObject(), torch.zeros(2, 3), tmp_path / "m.onnx")
+    assert dynamo_moe.verify(report.path, ReturnsAnObject()).passed
 
 
 def test_an_example_of_another_dtype_than_the_weights(tmp_path: Path) -> None:

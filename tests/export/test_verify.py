@@ -658,3 +658,18 @@ def test_hooks_get_the_arguments_by_position(tmp_path: Path) -> None:
     model.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
     report = dynamo_moe.export(model, torch.randn(2, 4), tmp_path / "m.onnx")
     assert dynamo_moe.verify(report.path, model).passed
+
+
+def test_numbers_that_the_file_was_made_with(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: float = 2.0, *, mode: str = "times") -> Tensor:
+            return x * scale if mode == "times" else x / scale
+
+    path, x = tmp_path / "m.onnx", torch.randn(2, 4)
+    dynamo_moe.export(Scaled(), (x, 3.0), path, kwargs={"mode": "by"})
+    assert dynamo_moe.verify(path, Scaled()).passed
+    assert dynamo_moe.verify(path, Scaled(), [{"x": x}]).passed
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, Scaled(), [{"x": x, "scale": 2.0}])
+    dynamo_moe.export(Scaled(), x, path)
+    assert "dynamo_moe.arguments" not in {e.key for e in onnx.load(path).metadata_props}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dynamo_moe.tracing.decompositions import (  # noqa: F401  Importing fills the table.
     elements,
+    fourier,
     indexing,
     layers,
     losses,
