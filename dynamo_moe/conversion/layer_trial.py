@@ -190,7 +190,8 @@ class LayerTrial:
         routings = self._routings()
         if not routings:
             raise NotRoutedError(
-                f"it calls no gate with {self.num_experts} scores, and has no weight of one"
+                f"it calls no gate with {self.num_experts} scores, and has no weight of one, for "
+                f"tokens as wide as its experts take them: {self.x.shape[-1]}"
             )
         for experts, y_RTD in self._results(routings):
             for part in parts:

@@ -134,6 +134,12 @@ def explain(error: BaseException) -> str:
             "the model returns its cache of keys and values: pass use_cache=False, or use "
             "dynamo_moe.export_language_model"
         )
+    fixed = re.search(r"target=torch\.ops\.([\w.]+)\].*SymbolicTensor", cause, re.DOTALL)
+    if fixed:
+        return (
+            f"operator {fixed[1]} has a size that should be symbolic where ONNX has a constant. "
+            f"{_FIX_A_SIZE}"
+        )
     unknown = re.search(r"Found <class '([^']+)'> in output, which is not a known type", cause)
     if unknown:
         return (

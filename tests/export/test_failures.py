@@ -215,6 +215,21 @@ def test_an_example_that_the_model_does_not_take(
     assert re.match(f"{example}{line}: .*{message}", error), error
 
 
+class ConvolvesEach(nn.Module):
+    """Each picture has a kernel of its own: the batch is a number of groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x.flatten(0, 1)[None], x.new_ones(x.shape[0], 3, 1, 1), groups=x.shape[0])
+
+
+def test_a_size_that_onnx_has_as_a_constant(tmp_path: Path) -> None:
+    x = torch.zeros(2, 3, 4, 4)
+    message = failure(ConvolvesEach(), tmp_path, x)
+    assert message.startswith("operator aten.conv2d.default has a size that should be symbolic")
+    report = dynamo_moe.export(ConvolvesEach(), x, tmp_path / "m.onnx", dynamic_shapes=None)
+    assert dynamo_moe.verify(report.path, ConvolvesEach()).passed
+
+
 @dataclass
 class Returned:
     y: Tensor
