@@ -207,6 +207,10 @@ def _traced(
     return Trace(traced, sharing, notes, trials.sizes, [])
 
 
+# Of others it matters only what they are, not their values.
+_READ_INPUTS = {"Shape": 0, "CastLike": 1}
+
+
 def _read_weights(model: ir.Model) -> set[str]:
     """Returns the names of the initializers that a graph's outputs depend on."""
     remaining: list[ir.Value | None] = [*model.graph.outputs]
@@ -217,7 +221,7 @@ def _read_weights(model: ir.Model) -> set[str]:
         seen.add(value)
         if node is not None:
             inner = (part for graph in node.attributes.values() for part in _inputs_within(graph))
-            remaining += [*node.inputs, *inner]
+            remaining += [*node.inputs[: _READ_INPUTS.get(node.op_type)], *inner]
     return {str(value.name) for value in model.graph.initializers.values() if value in seen}
 
 

@@ -24,7 +24,8 @@ def model_line(error: BaseException) -> str | None:
         of_others = any(path.is_relative_to(folder) for folder in _OF_OTHERS)
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        is_method = issubclass(type(first), nn.Module) and hasattr(type(first), code.co_name)
+        is_own = code.co_varnames[:1] == ("self",) or hasattr(type(first), code.co_name)
+        is_method = issubclass(type(first), nn.Module) and is_own
         if (is_method and not of_others) or (location is not None and path == location[0]):
             location = path, line
     if location is None:

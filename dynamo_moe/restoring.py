@@ -116,7 +116,9 @@ def _contents_of_object(
         undo.append(_restoring(held, dict(held)))
         undo.append(_emptying(held))
         if isinstance(value, nn.Module):
-            undo += [_restoring(held[name], dict(held[name])) for name in _PARTS & held.keys()]
+            tables = [held[name] for name in _PARTS & held.keys()]
+            # TorchScript's are something else.
+            undo += [_restoring(each, dict(each)) for each in tables if type(each) in _DICTS]
     return [
         part
         for name, part in held.items()

@@ -49,6 +49,7 @@ from dynamo_moe.conversion.other_arguments import OtherArguments, observe_calls
 from dynamo_moe.conversion.probed_routing import ProbedRouting
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
+from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private.pytorch import has_forward_hooks
 from dynamo_moe.restoring import state_kept
 
@@ -157,8 +158,10 @@ def _convert_candidate(
     Layers identified before, by class and shapes, are tried first.
 
     Returns:
-        The outcome; None if it does not look like an MoE layer.
+        The outcome; None if it does not look like an MoE layer, or is in one that was converted.
     """
+    if _is_in_converted(model, candidate.path):
+        return None
     if not candidate.paths:
         name = type(model.get_submodule(candidate.path)).__name__
         experts_name = candidate.experts.path.rpartition(".")[2]
@@ -189,6 +192,12 @@ def _convert_candidate(
     others = calls.get(path, OtherArguments())
     hint = _capacity_hint(module, replace(candidate.experts, path=inner_path), others)
     return Unrecognised(path, type(module).__name__, f"{reasons[path]}{hint}")
+
+
+def _is_in_converted(model: nn.Module, path: str) -> bool:
+    names = path.split(".") if path else []
+    around = (".".join(names[:count]) for count in range(len(names)))
+    return any(isinstance(model.get_submodule(each), ConvertedModule) for each in around)
 
 
 def _doubt(reason: ValueError) -> int:

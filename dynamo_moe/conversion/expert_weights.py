@@ -117,7 +117,7 @@ def _joined(stacks: tuple[ParameterStack, ...], module: nn.Module) -> Any:
 
 
 class CachedWeights(ParameterCache):
-    """One module's expert weights, kept from call to call where that is safe.
+    """The expert weights of a module, or of several, kept from call to call where that is safe.
 
     Where each expert is a module, the weights lie apart. The first call without gradients stacks
     them and turns the parameters into views of the stack, as ``nn.LSTM`` does with its own: the

@@ -93,7 +93,8 @@ def save_model(
         reason = f"{path.name} needs {weights} bytes for its weights, {path.parent} has {free} left"
         raise OSError(errno.ENOSPC, reason)
     with written_in_turn(model), _folder_beside(path) as folder:
-        part, data = folder / path.name, folder / f"{path.name}.data"
+        part, data = folder / "new" / path.name, folder / "new" / f"{path.name}.data"
+        part.parent.mkdir()
         large = _large(model)
         if proto is None:
             proto = protobuf.without(model, large)
@@ -141,12 +142,13 @@ def rename_model(files: Sequence[Path], path: Path, *, data: Path | None = None)
             if (entry.key, entry.value) == ("location", old.name):
                 entry.value = new.name
     with _folder_beside(path) as folder:
-        part, data_part = folder / path.name, folder / new.name
+        part, data_part = folder / "new" / path.name, folder / "new" / new.name
+        part.parent.mkdir()
         part.write_bytes(proto.SerializeToString())
         old.replace(data_part)
         try:
             renamed = move_together([part, data_part], path.parent, old=folder / "old")
-        except OSError:
+        except BaseException:
             data_part.replace(old)
             raise
     if model != path:
@@ -169,15 +171,15 @@ def move_together(files: Sequence[Path], folder: Path, *, old: Path) -> list[Pat
             if place.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a file cannot replace a directory", place)
             done.append(file)
-            if place.exists():
+            if os.path.lexists(place):
                 _keep(place, old / file.name)
             file.replace(place)
-    except OSError:
+    except BaseException:
         for file in done:
             kept = old / file.name
             if not file.exists():
                 (folder / file.name).replace(file)
-            if kept.exists():
+            if os.path.lexists(kept):
                 kept.replace(folder / file.name)
         raise
     return [folder / file.name for file in files]

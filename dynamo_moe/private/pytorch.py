@@ -42,6 +42,7 @@ __all__ = [
     "shallow_copy",
     "storage_key",
     "submodules_replaced",
+    "takes_positions",
     "tensors_replaced",
     "without_values",
     "wrapper_subclass",
@@ -191,6 +192,12 @@ def has_attribute(module: nn.Module, name: str) -> bool:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module itself has hooks that run before or after its forward."""
     return any(getattr(module, name, None) for name in HOOK_TABLES)
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether a module has hooks, all of which get its arguments by position alone."""
+    names = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
+    return has_forward_hooks(module) and not any(getattr(module, name, None) for name in names)
 
 
 @contextlib.contextmanager

@@ -229,8 +229,7 @@ def _facts(block: nn.Module, values: PlainValues) -> dict[Any, Any]:
         for table in own_parts(module)[:2]:
             for name, tensor in table.items():
                 facts[path, name] = None if tensor is None else _layout(tensor)
-        facts |= {(path, name): value for name, value in values.of_module(module).items()}
-    return facts
+    return facts | values.of_modules(modules_by_path(block))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -88,21 +88,31 @@ def keywords_named(model: nn.Module, example: DynamicExample) -> Iterator[None]:
 def code_importable(model: nn.Module) -> Iterator[None]:
     """Lets Dynamo import the modules of a model's code, also of code that was run without one.
 
-    As by ``runpy``, or by ``importlib`` without an entry in ``sys.modules``.
+    As by ``runpy``, or by ``importlib`` without an entry in ``sys.modules``. It looks variables up
+    in the module of that name.
+
+    Raises:
+        ImportError: If that is another one.
     """
-    added = {}
-    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-        forward: Any = vars(kind).get("forward")
-        variables = getattr(inspect.unwrap(forward), "__globals__", {})
-        name = variables.get("__name__")
-        if isinstance(name, str) and name not in sys.modules:
-            sys.modules[name] = added[name] = ModuleType(name)
-            vars(added[name]).update(variables)
+    added: dict[str, ModuleType] = {}
+    owners: dict[str, int] = {}
     try:
+        for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+            forward: Any = vars(kind).get("forward")
+            variables = getattr(inspect.unwrap(forward), "__globals__", {})
+            name = variables.get("__name__")
+            if not isinstance(name, str):
+                continue
+            if name not in sys.modules:
+                sys.modules[name] = added[name] = ModuleType(name)
+                vars(added[name]).update(variables)
+                owners[name] = id(variables)
+            if owners.get(name, id(vars(sys.modules[name]))) != id(variables):
+                raise ImportError(f"{kind.__qualname__} is not of the module {name} that is loaded")
         yield
     finally:
         for name in added:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynamo_moe import pytree
 from dynamo_moe.evaluation import evaluating
-from dynamo_moe.private.pytorch import has_forward_hooks
+from dynamo_moe.private.pytorch import takes_positions
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.verification import rounding
 from dynamo_moe.verification.exchange import Exchange
@@ -147,10 +147,11 @@ def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dic
         keywords = _containers(case, named)
         if not keywords.keys() <= named:
             return tuple(case.values()), {}
-    if not has_forward_hooks(model):
+    if not takes_positions(model):
         return (), keywords
-    # As a rule, hooks get the arguments by position alone.
-    leading = [*itertools.takewhile(keywords.__contains__, first)]
+    # What has a default was more probably given by name.
+    required = (p.name for p in parameters if p.name in first and p.default is p.empty)
+    leading = [*itertools.takewhile(keywords.__contains__, required)]
     return tuple(keywords.pop(name) for name in leading), keywords
 
 

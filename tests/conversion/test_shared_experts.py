@@ -78,6 +78,25 @@ def test_experts_by_two_names_are_one_layer() -> None:
     assert not report.unrecognised
 
 
+class Around(nn.Module):
+    """Has the experts before the layer that computes by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = Listed()
+        self.experts, self.layer = layer.experts, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_layer_in_a_converted_module_is_left() -> None:
+    model = Around().eval()
+    expected = model(tokens(3))
+    assert [replaced.module for replaced in dynamo_moe.convert(model).replaced] == [""]
+    torch.testing.assert_close(model(tokens(3)), expected)
+
+
 def test_experts_that_a_model_lists_too_are_one_layer() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -246,6 +246,14 @@ def test_a_model_and_its_weights_take_their_places_together(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
 
 
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_names_of_files_are_free(name: str, tmp_path: Path) -> None:
+    path, example = tmp_path / name, torch.randn(2, 16)
+    for _ in range(2):
+        report = dynamo_moe.export(nn.Linear(16, 16), example, path, external_data=True)
+        assert report.files == (path, tmp_path / f"{name}.data")
+
+
 def test_a_model_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
     model = op_model(OpLayer())
     report = dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "a", external_data=True)

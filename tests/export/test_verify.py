@@ -660,6 +660,15 @@ def test_hooks_get_the_arguments_by_position(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, model).passed
 
 
+def test_hooks_that_take_keywords_get_them(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {"input": kwargs["input"] + 1}), with_kwargs=True
+    )
+    report = dynamo_moe.export(model, (), tmp_path / "m.onnx", kwargs={"input": torch.randn(2, 4)})
+    assert dynamo_moe.verify(report.path, model).passed
+
+
 def test_numbers_that_the_file_was_made_with(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def forward(self, x: Tensor, scale: float = 2.0, *, mode: str = "times") -> Tensor:

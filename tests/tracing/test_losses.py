@@ -38,7 +38,7 @@ def test_the_loss_is_pytorchs(
     ignored = -100 if kind == "probabilities" else 1
     call = (torch.randn(shape), _target(shape, kind), weight, reduction, ignored, smoothing)
     result = DECOMPOSITIONS[operator](*call)
-    if kind != "probabilities" and not smoothing:
+    if kind != "probabilities" and not smoothing and len(shape) > 1:
         assert result is NotImplemented
         return
     torch.testing.assert_close(result, operator(*call), equal_nan=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dynamo_moe.private.pytorch import modules_by_path
 from dynamo_moe.tracing.plain_values import PlainValues
 
 
 @dataclass
 class Window:
     size: int
+
+    def fits(self, size: int) -> bool:
+        return size < self.size
 
 
 @dataclass(slots=True)
@@ -60,13 +66,9 @@ class AsksNobody:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Module(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def fits(self, size: int) -> bool:
-        return size < self.size
+def with_size(value: Any, size: int) -> Any:
+    value.size = size
+    return value
 
 
 def fits(size: int, limit: int = 0, *, least: int = 0) -> bool:
@@ -95,7 +97,8 @@ HOLDING: dict[str, Callable[[int], Any]] = {
     "number": lambda n: n,
     "NumPy's number": np.int64,
     "range": lambda n: range(2, n),
-    "slice in a tuple": lambda n: (slice(n).stop,),
+    "slice": slice,
+    "getter": operator.itemgetter,
     "list": lambda n: [n],
     "list of a class": lambda n: Sizes([n]),
     "dictionary": lambda n: {"size": n},
@@ -105,6 +108,7 @@ HOLDING: dict[str, Callable[[int], Any]] = {
     "set": lambda n: {n},
     "frozen set": lambda n: frozenset([n]),
     "array": lambda n: np.array([n]),
+    "deep": lambda n: [[[[[[n]]]]]],
     "shape": lambda n: torch.Size([n]),
     "object": Window,
     "slots": Slots,
@@ -112,14 +116,17 @@ HOLDING: dict[str, Callable[[int], Any]] = {
     "asks nobody": AsksNobody,
     "namespace": lambda n: SimpleNamespace(size=n),
     "nested": lambda n: {"a": [{n}]},
-    "module": Module,
-    "method": lambda n: Module(n).fits,
+    "method": lambda n: Window(n).fits,
     "partial": lambda n: functools.partial(fits, limit=n),
     "argument of a partial": lambda n: functools.partial(fits, n),
     "closure": enclosed,
     "default": by_default,
     "keyword's default": by_keyword,
-    "partial of a method": lambda n: functools.partial(Module(n).fits, 1),
+    "partial of a method": lambda n: functools.partial(Window(n).fits, 1),
+    "attribute of a list": lambda n: with_size(Sizes(), n),
+    "attribute of a function": lambda n: with_size(by_default(1), n),
+    "key that is no text": lambda n: {n: 1},
+    "large array": lambda n: np.full(2**16, n),
 }
 
 
@@ -173,9 +180,10 @@ UNREADABLE: dict[str, Callable[[], Any]] = {
     "iterator": lambda: iter([1]),
     "generator": torch.Generator,
     "number of a class": lambda: Size(8),
-    "large array": lambda: np.zeros(2**16),
     "array of objects": lambda: np.array([Window(1)]),
-    "too deep": lambda: [[[[[1]]]]],
+    "too deep": lambda: [[[[[[[[[1]]]]]]]]],
+    "another module": lambda: nn.Linear(1, 1),
+    "objects in a set": lambda: {Nothing()},
 }
 
 
@@ -187,8 +195,51 @@ def test_what_cannot_be_read_is_itself_alone(make: Callable[[], Any]) -> None:
     assert values.of(value) != values.of(make())
 
 
-def test_objects_may_refer_to_themselves() -> None:
+class Block(nn.Module):
+    """Refers to itself and to its parts, as modules do that choose a method when they are made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+        self.size = size
+        self.chosen = self.of_size
+        self.parts = [self, self.inner]
+        self.by_type = {nn.Linear: {self.inner}}
+        self.later = lambda: self.size
+        self.known = functools.cache(functools.partial(self.of_size))
+        self.weak = weakref.ref(self)
+
+    def of_size(self) -> int:
+        return self.size
+
+
+def test_modules_may_refer_to_themselves() -> None:
     values = PlainValues()
+    first, same, other = (values.of_modules(modules_by_path(Block(n))) for n in (8, 8, 15))
+    assert first == same
+    assert {name for name in first if first[name] != other[name]} == {("", "size")}
+
+
+def test_objects_may_refer_to_themselves() -> None:
     held: list[Any] = [1]
     held.append(held)
-    assert values.of(held) == values.of(held)
+    assert PlainValues().of(held)[0] == 1
+
+
+def test_no_method_of_a_class_runs() -> None:
+    class Asked:
+        calls = 0
+
+        def __hash__(self) -> int:
+            Asked.calls += 1
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            Asked.calls += 1
+            return True
+
+    held = [{Asked()}, {Asked(): 1}, frozenset({Asked()})]
+    Asked.calls = 0
+    values = PlainValues()
+    assert values.of(held) != values.of([{Asked()}])
+    assert Asked.calls == 1  # As the second set was made.

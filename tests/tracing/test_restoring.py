@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from dynamo_moe import restoring
@@ -186,3 +187,12 @@ def test_hooks_that_a_run_registers_are_gone() -> None:
         model.register_forward_pre_hook(lambda *_: None)
     assert not model[0]._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_a_part_that_torchscript_has_compiled() -> None:
+    """Its tables are no dictionaries."""
+    part: nn.Module = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
+    model = nn.Sequential(part, nn.ReLU())
+    with state_kept(model):
+        model.calls = 1  # type: ignore[assignment]
+    assert not hasattr(model, "calls")

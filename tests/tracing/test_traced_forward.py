@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,6 +45,27 @@ def test_a_model_of_a_script(tmp_path: Path) -> None:
     )
     inputs = [(torch.randn(2, length, 16),) for length in (12, 1, 7)]
     assert dynamo_moe.verify(report.path, model, inputs).passed
+
+
+def test_scripts_of_one_name_are_not_mixed_up(tmp_path: Path) -> None:
+    """``runpy`` gives all of them one; Dynamo would read the variables of the first."""
+    scripts = []
+    for scale in (2, 3):
+        (tmp_path / "script.py").write_text(
+            f"from torch import nn\nSCALE = {scale}\n"
+            "class Scaled(nn.Module):\n"
+            "    def forward(self, x):\n"
+            "        return x[:, :max(1, int(0.5 * x.shape[1]))] * SCALE\n"
+        )
+        scripts.append(runpy.run_path(str(tmp_path / "script.py"))["Scaled"]())
+    model = nn.Sequential(*scripts)
+    with (
+        pytest.raises(ImportError, match="is not of the module <run_path>"),
+        code_importable(model),
+    ):
+        pass
+    report = dynamo_moe.export(model, torch.ones(2, 12), tmp_path / "m.onnx")
+    assert dynamo_moe.verify(report.path, model).passed
 
 
 def test_modules_are_there_for_the_trace_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dynamo_moe.tracing.decompositions.table import decomposes
 _NONE, _MEAN = 0, 1
 
 
-def _is_smoothed_or_soft(
+def _is_beyond_onnx(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -19,10 +19,11 @@ def _is_smoothed_or_soft(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> bool:
-    return label_smoothing != 0 or target.is_floating_point()
+    # ONNX's operator takes no single sample without a batch.
+    return label_smoothing != 0 or target.is_floating_point() or logits.ndim == 1
 
 
-@decomposes(torch.ops.aten.cross_entropy_loss.default, when=_is_smoothed_or_soft)
+@decomposes(torch.ops.aten.cross_entropy_loss.default, when=_is_beyond_onnx)
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
