@@ -71,7 +71,8 @@ def verified(
         if refuses and not isinstance(error, RankError):
             raise (RefusedSizesError if trial.is_drawn else ValueError)(
                 f"the model does not take these inputs ({error}): pass inputs of your own, as in "
-                f"{_call(feeds)}"
+                f"{_call(feeds)}, or in its place a tuple of the arguments, which a model needs "
+                "that takes objects or containers within containers"
             ) from error
         raise
     if trial.is_drawn and not _has_numbers(results.expected):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -682,3 +683,16 @@ def test_numbers_that_the_file_was_made_with(tmp_path: Path) -> None:
         dynamo_moe.verify(path, Scaled(), [{"x": x, "scale": 2.0}])
     dynamo_moe.export(Scaled(), x, path)
     assert "dynamo_moe.arguments" not in {e.key for e in onnx.load(path).metadata_props}
+
+
+class Nested(nn.Module):
+    def forward(self, tensors: dict[str, Any]) -> Tensor:
+        return tensors["x"] + tensors["more"][0]
+
+
+def test_containers_within_containers_are_given_as_the_model_takes_them(tmp_path: Path) -> None:
+    path, args = tmp_path / "m.onnx", ({"x": torch.randn(2, 4), "more": [torch.randn(2, 4)]},)
+    dynamo_moe.export(Nested(), args, path)
+    with pytest.raises(ValueError, match="or in its place a tuple of the arguments"):
+        dynamo_moe.verify(path, Nested())
+    assert dynamo_moe.verify(path, Nested(), [args]).passed
