@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dynamo_moe.model_lines import model_line
 from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
@@ -135,9 +136,9 @@ class EqualBlocks:
         try:
             return inputs, self.model.run(inputs, blocks)
         except Exception as error:  # The model's own code runs.
-            raise NotSharedError(
-                f"the model cannot run without values: {headline(error)}"
-            ) from error
+            line = model_line(error)
+            reason = f"{type(error).__name__} at {line}" if line else headline(error)
+            raise NotSharedError(f"the model cannot run without values: {reason}") from error
 
     def _larger_log(self, blocks: Sequence[nn.Module]) -> tuple[Sequence[Any], ModelLog]:
         most = _MOST_TIMES_AS_MANY * len(self.logs[0][1].operators.records)
