@@ -232,7 +232,8 @@ class SizeTrials:
             threads = one_thread() if few else contextlib.nullcontext()
             if self._has_values and self._prepare is not None:
                 self._prepare()
-            with torch.no_grad(), torch.random.fork_rng(devices=()), threads:
+            eager = torch.compiler.set_stance("force_eager")  # Of parts that are compiled.
+            with torch.no_grad(), torch.random.fork_rng(devices=()), threads, eager:
                 return run([*map(_copied, leaves)])
 
         return running

@@ -190,8 +190,12 @@ def _like(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
-    """The conditions of a trace, but for its symbolic sizes."""
-    with exportable_models(), capturing(), exporting(), torch.no_grad(), _WithNumbers():
+    """The conditions of a trace, but for its symbolic sizes; compiled parts run as they are."""
+    with contextlib.ExitStack() as contexts:
+        for context in (exportable_models(), capturing(), exporting(), torch.no_grad()):
+            contexts.enter_context(context)
+        contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        contexts.enter_context(_WithNumbers())
         yield
 
 

@@ -266,3 +266,25 @@ def test_a_buffer_that_the_model_changes_and_reads_is_noted(tmp_path: Path) -> N
     assert report.notes == (
         "the model changes its buffer mean as it runs; in the file it stays as it is now",
     )
+
+
+def test_compiled_parts_are_not_compiled(tmp_path: Path) -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x) if x.shape[0] > 2 else x
+
+    model = nn.Sequential(*(torch.compile(Block(), backend=backend) for _ in range(5)))
+    report = dynamo_moe.export(model, torch.randn(3, 4), tmp_path / "m.onnx", dynamic_shapes=None)
+    assert report.nodes == {"Gemm": 5, "Add": 5}
+    assert dynamo_moe.verify(report.path, model, [(torch.randn(3, 4),)]).passed
+    assert not compiled
