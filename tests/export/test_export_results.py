@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -283,7 +284,8 @@ def test_compiled_parts_are_not_compiled(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.linear(x) if x.shape[0] > 2 else x
 
-    model = nn.Sequential(*(torch.compile(Block(), backend=backend) for _ in range(5)))
+    blocks: list[Any] = [torch.compile(Block(), backend=backend) for _ in range(5)]
+    model = nn.Sequential(*blocks)
     report = dynamo_moe.export(model, torch.randn(3, 4), tmp_path / "m.onnx", dynamic_shapes=None)
     assert report.nodes == {"Gemm": 5, "Add": 5}
     assert dynamo_moe.verify(report.path, model, [(torch.randn(3, 4),)]).passed
