@@ -57,7 +57,7 @@ train: $(INSTALLED) ## Train the same model from an ONNX file alone, in ONNX Run
 	$(BIN)/python examples/train_from_onnx/train.py build/train
 
 test: $(INSTALLED) ## Run the tests and the docstrings' examples
-	$(PYTEST) -m "not every"
+	$(PYTEST) -m "not every and not page"
 
 test-all: $(INSTALLED) ## Run these and every model, operator and architecture; write the table of models in the docs
 	$(PYTEST)
@@ -141,7 +141,8 @@ format: $(INSTALLED) ## Format the code and fix what can be fixed
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
-docs: $(INSTALLED) ## Build the documentation into docs/_build/html
+docs: $(INSTALLED) ## Run what the documentation's pages show, and build it into docs/_build/html
+	$(PYTEST) -q -m page tests/docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
 
 pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium

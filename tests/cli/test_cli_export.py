@@ -64,6 +64,7 @@ def test_a_cache_of_a_fixed_length(tmp_path: Path) -> None:
     assert "'onnxruntime' has shared_cache" in " ".join(result.stderr.split())
 
 
+@pytest.mark.every
 def test_quantized_linear_layers(tmp_path: Path) -> None:
     """The head only where it is not ignored."""
     folder = str(tmp_path / "checkpoint")

@@ -162,6 +162,7 @@ def test_what_the_models_code_prints_is_no_report() -> None:
     ],
     ids=str,
 )
+@pytest.mark.first(2)
 def test_verify_rounds_a_checkpoint_as_the_file_is(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:

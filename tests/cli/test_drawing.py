@@ -215,6 +215,7 @@ def test_a_long_graph_becomes_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_equal_models_give_equal_files(tmp_path: Path) -> None:
     """Whatever the seed of sets of strings: here, and in another process."""
     path = save(dense_model(), tmp_path / "d.onnx")

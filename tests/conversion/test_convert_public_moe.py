@@ -97,6 +97,7 @@ def results(case: Case, model: nn.Module, *, original: bool) -> list[list[Tensor
         for case in CASES
     ],
 )
+@pytest.mark.first(90)
 def test_public_structure(case: Case) -> None:
     assert case.convertible == (case.name not in LEFT)
     model = case.build()

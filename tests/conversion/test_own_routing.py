@@ -281,6 +281,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.first(7)
 def test_own_code_routes(layer: type[nn.Module], tmp_path: Path) -> None:
     model, converted = pair(layer)
     assert isinstance(converted[0]._dynamo_moe_spec.routing, OwnRouting)
@@ -301,6 +302,7 @@ def test_own_code_routes(layer: type[nn.Module], tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:1 MoE module is not converted")
+@pytest.mark.every
 def test_a_capacity_in_torchscript_is_right_or_refused(tmp_path: Path) -> None:
     model, converted = pair(Scripted)
     path, x = tmp_path / "model.onnx", tokens(4, 5)

@@ -244,6 +244,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.first(8)
 def test_probes_show_the_weights(layer: type[nn.Module]) -> None:
     model, converted = pair(layer)
     routing = converted[0]._dynamo_moe_spec.routing
@@ -259,6 +260,7 @@ def test_probes_show_the_weights(layer: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("layer", [AfterTheExperts, Block, Beside, Sentences, Started, Loras])
+@pytest.mark.first(3)
 def test_files_are_right(layer: type[nn.Module], tmp_path: Path) -> None:
     model, converted = pair(layer)
     path = tmp_path / "model.onnx"

@@ -26,6 +26,7 @@ TABLES = Path(__file__).parents[2] / "build" / "tests" / "public_moe"
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_counting_tells_a_right_file():
     (row,) = count_exports(["gpt-fast-mixtral"])
     assert row.status == RIGHT

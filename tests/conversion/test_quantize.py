@@ -230,6 +230,7 @@ def test_a_list_of_experts(bias: bool, zero_points: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.first(1)
 def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     model = language_model(family)
     dynamo_moe.convert(model)

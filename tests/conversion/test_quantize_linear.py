@@ -140,6 +140,7 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "layers"), [*((name, 2) for name in FAMILIES), ("gpt_oss", 5)])
+@pytest.mark.first(1)
 def test_models_of_transformers(family: str, layers: int, tmp_path: Path) -> None:
     """Routers stay; shared experts, the head where it is wanted, and all of attention do not."""
     model = language_model(family, num_hidden_layers=layers)
@@ -159,6 +160,7 @@ def test_models_of_transformers(family: str, layers: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("target", ["plugin", pytest.param("onnxruntime", marks=pytest.mark.every)])
+@pytest.mark.every
 def test_lazy_weights_are_rounded_as_they_are_written(target: Any, tmp_path: Path) -> None:
     """The same file, byte for byte; equal blocks with their own weights among them."""
     folder = tmp_path / "model"

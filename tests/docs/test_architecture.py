@@ -150,6 +150,7 @@ def test_import_leaves_slow_and_optional_packages_alone(package: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_import_takes_little_longer_than_torch() -> None:
     # Processor time, and the minimum of each: other work on the machine only adds to it.
     seconds = "print(time.process_time())"

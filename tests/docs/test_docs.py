@@ -82,6 +82,7 @@ def test_there_are_pages() -> None:
     [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES],
     ids=lambda page: page.stem,
 )
+@pytest.mark.page
 def test_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": f"test_{page.stem}"}

@@ -1,4 +1,4 @@
-"""The marks ``pairwise``, ``each_value`` and ``once``: which cases `make test` runs."""
+"""The marks ``pairwise``, ``each_value``, ``once`` and ``first``: which cases `make test` runs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ def test_parts_of_a_parameter_are_values_of_their_own(pytester: pytest.Pytester)
         "@pytest.mark.parametrize('path', [late, 1, 2])\n"
         "@pytest.mark.parametrize('form', [late, 1, 2])\n"
         "def test_marked(form, path): pass\n"
+        "@pytest.mark.first(2)\n"
+        "@pytest.mark.parametrize('model', [late, *'abcd'])\n"
+        "def test_models(model): pass\n"
     )
     result = pytester.runpytest_inprocess("-m", "not every", "-W", "ignore")
-    result.assert_outcomes(passed=5 + 3 + 4 + 6 + 2, deselected=3 + 3 + 2 + 7)
+    result.assert_outcomes(passed=5 + 3 + 4 + 6 + 2 + 2, deselected=3 + 3 + 2 + 7 + 3)
     result = pytester.runpytest_inprocess("-m", "once and not every", "-v", "-W", "ignore")
     result.stdout.fnmatch_lines(["*test_rare[[]x-p[]]*", "*test_rare[[]y-q[]]*"])

@@ -457,6 +457,7 @@ def olmo2() -> models.Made:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [olmo2, *map(one_of_many, (models.llama, models.mixtral))])
+@pytest.mark.every
 def test_sums_and_norms_of_language_models(
     compared: Compared, tmp_path: Path, make: Callable[[], models.Made]
 ) -> None:
@@ -468,6 +469,7 @@ def test_sums_and_norms_of_language_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [models.gemma2, one_of_many(models.gpt_oss)])
+@pytest.mark.every
 def test_language_models_that_compute_with_weights_alone(
     tmp_path: Path, make: Callable[[], Any]
 ) -> None:
@@ -490,6 +492,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_functions_of_language_models(tmp_path: Path) -> None:
     model: Any = converted(models.gemma2)
     path = tmp_path / "model.onnx"

@@ -220,6 +220,7 @@ def test_plot(cases, kept, tmp_path):
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.every
 def test_a_picture_is_drawn_from_an_earlier_run(cases, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "result.json", tmp_path / "plot.png"

@@ -54,6 +54,7 @@ print(json.dumps({
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_more_than_two_gigabytes(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 3 * GIGABYTES * 1e9:
         pytest.skip(f"needs {3 * GIGABYTES:.0f} GB of free disk")

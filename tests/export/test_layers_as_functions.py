@@ -147,6 +147,7 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
         ),
     ],
 )
+@pytest.mark.first(1)
 def test_architectures(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]],
     calls: dict[str, list[str]],

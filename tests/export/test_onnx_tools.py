@@ -59,6 +59,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", onnx_tools.TOOLS)
+@pytest.mark.every
 def test_a_tool_does_what_the_table_says(outcomes: dict[str, dict[str, str]], tool: str) -> None:
     documented = {name: [cell.strip() for cell in cells.split("|")] for name, cells in ROWS.items()}
     words = {"the same": "yes", "inlined": "inlined"}

@@ -92,6 +92,7 @@ def test_the_node_itself_can_be_quantised(tmp_path: Path) -> None:
     not CPU.exists() or "cpuid_fault" not in CPU.read_text() or "LD_PRELOAD" in os.environ,
     reason="this CPU cannot hide its instructions",
 )
+@pytest.mark.every
 def test_a_cpu_without_vnni() -> None:
     limit = build(
         "avx2.so", [ROOT / "tests" / "native" / "avx2.cc"], "-O1", "-fPIC", "-shared", "-ldl"

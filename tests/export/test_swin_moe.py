@@ -262,6 +262,7 @@ def test_split_is_stratified_and_seeded(split: Split) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_short_training_learns_and_uses_every_expert(split: Split) -> None:
     torch.manual_seed(0)
     model = swin_moe_digits()

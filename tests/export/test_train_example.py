@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.every
 def test_a_layer_is_one_node_for_each_direction(folder: Path) -> None:
     nodes = onnx.load(folder / "digits.onnx").graph.node
     operators = Counter(node.op_type for node in nodes if node.domain.startswith("moe"))

@@ -224,6 +224,7 @@ def exported(request, tmp_path_factory) -> tuple[nn.Module, Callable[[int], Tens
 
 
 @pytest.mark.parametrize("size", [2, 7])
+@pytest.mark.first(7)
 def test_loss_and_gradients_are_those_of_pytorch(exported, size):
     model, batch, file = exported
     x, y = batch(size), labels(size)
@@ -485,6 +486,7 @@ def test_dtypes(tmp_path, dtype):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=scale * np.abs(value).max())
 
 
+@pytest.mark.every
 def test_sequences_of_any_length(tmp_path):
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -508,6 +510,7 @@ def test_sequences_of_any_length(tmp_path):
     check(found, in_torch(model, x, y))
 
 
+@pytest.mark.every
 def test_recurrent_layers_have_the_length_of_the_example(tmp_path):
     example, sizes = torch.randint(0, 20, (2, 5)), {"tokens": {1: "length"}}
     # Inference may come first: PyTorch keeps which kernel an LSTM has called.

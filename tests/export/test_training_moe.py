@@ -126,6 +126,7 @@ def exported(request: Any, tmp_path_factory: Any) -> tuple[str, nn.Module, nn.Mo
     return request.param, original, model, path
 
 
+@pytest.mark.first(2)
 def test_a_layer_is_one_node_in_each_direction(exported):
     name, _, _, path = exported
     _, _, operators, layers = MODELS[name]

@@ -68,6 +68,7 @@ def outcomes(
     return found
 
 
+@pytest.mark.every
 def test_each_export_has_an_outcome(tmp_path: Path) -> None:
     tests = tmp_path / "test_models.py"
     tests.write_text(TESTS, encoding="utf-8")

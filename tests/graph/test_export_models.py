@@ -238,6 +238,7 @@ def largest_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.first(6)
 def test_numbers_at_other_sizes_than_the_example(exported, name: str) -> None:
     case, path = exported(name)
     for inputs in (case.other, case.example):

@@ -128,6 +128,7 @@ def checkpoint(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.every
 def test_streamed_weights_are_joined_as_they_are_written(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     files: list[bytes] = []

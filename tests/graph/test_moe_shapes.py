@@ -77,6 +77,7 @@ def test_other_numbers_of_axes(sizes: tuple[int, ...], count: int, tmp_path: Pat
     assert reshapes(file) == count
 
 
+@pytest.mark.every
 def test_packed_experts_of_a_language_model(tmp_path: Path) -> None:
     model: Any = models.gpt_oss()[0]
     dynamo_moe.convert(model)

@@ -53,6 +53,7 @@ MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.first(3)
 def test_same_file_as_with_each_rule_on_each_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

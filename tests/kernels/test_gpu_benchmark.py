@@ -281,6 +281,7 @@ def test_a_wrong_version_is_found(monkeypatch):
     assert bench.measure(Cell(shape, 50)).wrong == {GROUPED: "50 of 50 rows differ from ours"}
 
 
+@pytest.mark.every
 def test_each_cell_is_saved():
     """What ends the process between two cells loses neither."""
     results = speed.Results(RATES)
@@ -474,6 +475,7 @@ def one_core(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
 
 
+@pytest.mark.every
 def test_jobs_that_fail_are_told_apart():
     jobs = {"a": FakeJob(), "b": FakeJob("no registers left"), "c": FakeJob()}
     assert compiling.compile_jobs(jobs) == {"b": "RuntimeError: no registers left"}

@@ -334,6 +334,7 @@ def routed(case: Case) -> Case:
 @pytest.mark.slow
 @settings(bounded, max_examples=10)
 @given(case=cases())
+@pytest.mark.every
 def test_any_layer(case):
     check(case if case.op == "experts" else routed(case))
 

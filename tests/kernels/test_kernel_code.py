@@ -93,6 +93,7 @@ def swapped_tasks(shape: str, product: str, block_m: int) -> list[Task]:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_swapped_weights_are_read_from_shared_memory():
     """Of each product the candidate that is tried first."""
     check_swapped([swapped_tasks(*each)[0] for each in PAIRS], 1)

@@ -224,6 +224,7 @@ def test_plans_of_architectures(op, device, tokens):
 @pytest.mark.slow
 @bounded
 @given(case=cases(), device=st.sampled_from(["sm_80", "sm_90"]))
+@pytest.mark.every
 def test_any_layer(case, device):
     check(case, device=device)
 

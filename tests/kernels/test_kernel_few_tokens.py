@@ -172,6 +172,7 @@ def test_a_block_fits_into_registers_and_shared_memory(
         assert (block.num_stages - 1) * stage <= on.shared_memory - 4096
 
 
+@pytest.mark.every
 def test_stages_take_shared_memory_and_nothing_spills():
     on = architecture("sm_90")
     plans = [

@@ -301,6 +301,7 @@ def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_launches_compile_nothing_that_was_compiled_beforehand(tmp_path):
     found = run_without_interpreter("compiled_beforehand.py", TRITON_CACHE_DIR=str(tmp_path))
     assert found == "nothing more\n"

@@ -74,7 +74,7 @@ def check(case: PackedCase, path: str) -> None:
     assert_matches(run_kernels(case, ranges=ranges), case.decoded().oracle(), case.plain.dtypes)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +86,7 @@ def test_formats(path: str, form: str, dtype: torch.dtype) -> None:
     check(case, path)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", ["int4 zero points", "mxfp4", "fp8", "nvfp4", "int8"])
 @pytest.mark.parametrize(
@@ -229,6 +229,7 @@ def test_what_takes_no_packed_weights() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.first(1)
 def test_nothing_is_read_beyond_a_row(path: str) -> None:
     """The code 0 is -8 times the scale, which float16 may not have, and infinity times 0 is NaN."""
     sizes = {"shape": tokens_of(path), "width": 152, "hidden": 152}
@@ -263,6 +264,7 @@ def test_offloaded_experts(form: str, resident: int) -> None:
 @pytest.mark.skipif(
     not packed_code.read_record(triton.__version__), reason="no record of this version of Triton"
 )
+@pytest.mark.every
 def test_a_weight_costs_no_more_than_recorded() -> None:
     """Of docs/benchmarks/packed_code.json; `python -m benchmarks.gpu.packed_code` writes it."""
     record = packed_code.read_record(triton.__version__)

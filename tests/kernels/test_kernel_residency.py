@@ -52,6 +52,7 @@ def with_ids(case: Case, ids: list[list[int]]) -> Case:
 
 @pytest.mark.parametrize("resident", [1, TOP_K, EXPERTS - 1, EXPERTS])
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.first(4)
 def test_the_same_bits_as_with_all_experts_resident(width, resident):
     first = case_of(1, width, activation="silu", gated=True)
     weights = {name: first.arguments[name] for name in ("w1", "b1", "w2", "b2")}
@@ -67,6 +68,7 @@ def test_the_same_bits_as_with_all_experts_resident(width, resident):
 @pytest.mark.slow
 @settings(bounded, max_examples=8)
 @given(case=cases(), data=st.data())
+@pytest.mark.every
 def test_random_layers(case, data):
     resident = data.draw(st.integers(1, case.arguments["w1"].shape[0]))
     transposed = data.draw(st.sets(st.sampled_from(["w1", "w2"])))
@@ -220,6 +222,7 @@ def prefer(planned: ForwardPlan, case: Case, side: bool) -> Choice:
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.first(2)
 def test_each_wait_is_necessary(tokens, width):
     case = case_of(tokens, width)
     expected = run_resident(case)
@@ -311,6 +314,7 @@ def test_a_state_that_is_too_small_is_refused():
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.first(1)
 def test_a_call_that_failed_anywhere_is_forgotten_with_the_tables(tokens):
     case = case_of(tokens)
     expected = run_resident(case)
@@ -393,6 +397,7 @@ def test_numbers_of_slots_that_there_cannot_be(resident):
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_copies_are_wide_and_nothing_spills():
     on = architecture("sm_90")
     layer = Layer(

@@ -177,6 +177,7 @@ def test_random_choices(problem, path):
 
 @bounded
 @given(problems(), st.sampled_from(PATHS))
+@pytest.mark.every
 def test_random_problems(problem, path):
     layer, tensors = problem
     check(layer, path, tensors)

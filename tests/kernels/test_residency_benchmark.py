@@ -281,6 +281,7 @@ def test_recording_and_simulating(recorded, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernels instead")
 @pytest.mark.slow
+@pytest.mark.every
 def test_measuring_without_a_gpu(tmp_path, monkeypatch):
     found = tmp_path / "measured.json"
     _main(monkeypatch, measure, "--dry-run", "--steps", 2, "--json", found)

@@ -336,6 +336,7 @@ def tuner_with(timer: FakeTimer, **more) -> Tuner:
     return Tuner(QWEN, ON, timer, tensors, **more)
 
 
+@pytest.mark.every
 def test_the_planted_optimum_is_found(timer):
     ranges = tune(tuner_with(timer), [1, 16, 64, 1024, 4096], limit=10**6)
     assert [(each.path, each.up.block_m, each.down.block_n) for each in ranges] == [

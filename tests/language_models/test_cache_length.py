@@ -138,12 +138,14 @@ OTHERS = (
 @pytest.mark.parametrize(
     "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)]
 )
+@pytest.mark.first(1)
 def test_of_other_models(name: str, tmp_path: Path) -> None:
     model = built(name)
     dynamo_moe.export_language_model(model, tmp_path / "m.onnx", cache_length=LENGTH)
     with_the_model(model, tmp_path / "m.onnx")
 
 
+@pytest.mark.every
 def test_dense_and_half_precision(tmp_path: Path) -> None:
     model = ARCHITECTURES["qwen3_moe"].build().half()
     dynamo_moe.convert(model)

@@ -66,6 +66,7 @@ def assert_verified(model: Any, path: Path, task: Any = "text-generation") -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.first(1)
 def test_streamed_and_in_memory_files_are_the_same(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path / "checkpoint")
     whole = load_checkpoint(folder)
@@ -86,6 +87,7 @@ def test_the_unrolled_body_of_a_streamed_checkpoint(qwen: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_shards_and_a_cast(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "checkpoint", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2

@@ -187,6 +187,7 @@ def types_of(path: Path) -> Counter[str]:
         ("GPTQ by activation", LAYERS),
     ],
 )
+@pytest.mark.first(4)
 def test_the_file_computes_what_the_decoded_model_does(
     form: str, layers: int, tmp_path: Path
 ) -> None:
@@ -367,6 +368,7 @@ def test_weights_beside_the_file(tmp_path: Path) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"layers_as_functions": True}, {"repeated_blocks": "off"}])
 @pytest.mark.parametrize("form", ["int4", "int8 groups", "int8 rows"])
+@pytest.mark.first(1)
 def test_onnxruntime_multiplies_packed_weights(
     form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -439,6 +441,7 @@ def test_what_matmul_nbits_does_not_take_is_dequantized(dtype: torch.dtype, tmp_
 
 
 @pytest.mark.parametrize("options", [{"layers_as_functions": True}, {"repeated_blocks": "off"}])
+@pytest.mark.first(1)
 def test_matmul_nbits_in_files_of_other_forms(options: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", "int4 zero points", family="qwen3")
     report = exported(folder, target="onnxruntime", **options)
@@ -481,6 +484,7 @@ def test_the_file_has_the_checkpoint_s_bytes(form: str, layers: int, tmp_path: P
     "form",
     ["int4", "GPTQ by activation", "int8 rows", "int8 groups", "fp8 blocks", "mxfp4", "nvfp4"],
 )
+@pytest.mark.first(3)
 def test_tensorrt_builds_engines(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 192, "intermediate_size": 320}
     folder = checkpoint(tmp_path / "model", form, dtype=torch.float16, **sizes)

@@ -119,6 +119,7 @@ def written(model: Any, *batch: torch.Tensor, **options: Any) -> np.ndarray:
         ("t5gemma", {"bounded_windows": True}),
     ],
 )
+@pytest.mark.first(1)
 def test_32_greedy_tokens(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = build(name)
     batches = [prompts(), (prompts()[0][:1, :1],)]
@@ -319,6 +320,7 @@ def test_what_is_found_in_a_turn_is_known_in_it() -> None:
         assert once("a", find) == 4
 
 
+@pytest.mark.every
 def test_threads_export_one_model(switch: tuple[Any, Path], tmp_path: Path) -> None:
     """One at a time has the encoder's role, and the other the decoder's."""
     model, folder = switch
@@ -335,6 +337,7 @@ def test_threads_export_one_model(switch: tuple[Any, Path], tmp_path: Path) -> N
         dynamo_moe.verify(folder / "decoder.onnx", model)
 
 
+@pytest.mark.every
 def test_a_folder_is_replaced_as_a_whole(
     switch: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +368,7 @@ def test_a_folder_is_replaced_as_a_whole(
 
 
 @pytest.mark.parametrize("capacity", [2, pytest.param(64, marks=pytest.mark.every)])
+@pytest.mark.every
 def test_experts_of_a_capacity(capacity: int, tmp_path: Path) -> None:
     """In one call they drop tokens that they take in several."""
     model = build("switch_transformers", expert_capacity=capacity)
@@ -376,6 +380,7 @@ def test_experts_of_a_capacity(capacity: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.every
 def test_two_vocabularies_and_another_beginning(tmp_path: Path) -> None:
     model = build("marian", decoder_vocab_size=40, share_encoder_decoder_embeddings=False)
     model.generation_config.decoder_start_token_id = None
@@ -470,6 +475,7 @@ def test_what_lazy_weights_do_not_show_verify_does(tmp_path: Path) -> None:
         dynamo_moe.verify(tmp_path / "model", model)
 
 
+@pytest.mark.every
 def test_a_checkpoint_on_the_command_line(switch: tuple[Any, Path], tmp_path: Path) -> None:
     build("switch_transformers").save_pretrained(tmp_path / "checkpoint")
     out = tmp_path / "model"

@@ -93,6 +93,7 @@ def continued(model: Any, prompt: Sequence[int], length: int, **options: Any) ->
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
 
 
+@pytest.mark.first(1)
 def test_greedy(opened: tuple[Any, Path]) -> None:
     model, folder = opened
     genai = Genai(folder)
@@ -111,6 +112,7 @@ def test_a_batch_with_padding(opened: tuple[Any, Path]) -> None:
     assert second[len(PROMPT) :] == continued(model, OTHER, len(OTHER) + new)[len(OTHER) :]
 
 
+@pytest.mark.first(1)
 def test_beams(opened: tuple[Any, Path]) -> None:
     model, folder = opened
     genai = Genai(folder)
@@ -407,6 +409,7 @@ def test_layouts_that_need_a_transpose(tmp_path: Path) -> None:
     assert genai.finished(genai.start([PROMPT], 24)) == continued(model, PROMPT, 24)
 
 
+@pytest.mark.first(1)
 def test_the_command_line(opened: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = opened
     checkpoint, out = folder.parent / "checkpoint", tmp_path / "out"

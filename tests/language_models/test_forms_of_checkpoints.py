@@ -258,6 +258,7 @@ FEW = ("nvfp4", "mxfp8", "ModelOpt fp8", "DeepSeek-V4 fp4", "int8 words")
         pytest.param("deepseek_v3", "nvfp4", marks=pytest.mark.every),
     ],
 )
+@pytest.mark.first(3)
 def test_a_model(family: str, name: str, tmp_path: Path) -> None:
     form, folder, path = FORMS[name], tmp_path / "model", tmp_path / "model.onnx"
     language_model(family).save_pretrained(folder)
@@ -344,6 +345,7 @@ def test_modelopt_s_scales_of_fp8(sizes: tuple[int, ...]) -> None:
     assert packed_of(found)[0] == "fp8"
 
 
+@pytest.mark.every
 def test_modelopt_s_mixed_precision(tmp_path: Path) -> None:
     """As NVIDIA's Nemotron 3 have it: experts in NVFP4, other matrices in FP8 or not at all."""
     folder, path = tmp_path / "model", tmp_path / "model.onnx"
@@ -499,6 +501,7 @@ def test_a_stack_of_experts(name: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+@pytest.mark.first(1)
 def test_a_model_of_stacks(family: str, name: str, tmp_path: Path) -> None:
     """Matrices beside them are stored as ever."""
     encoding, config, store, _ = FUSED[name]

@@ -58,6 +58,7 @@ def checkpoint(folder: Path, form: str, **changes: Tensor | None) -> Path:
 
 
 @pytest.mark.parametrize("form", ["blocks", "rows", "one scale"])
+@pytest.mark.first(2)
 def test_the_file_computes_what_the_decoded_model_does(form: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", form)
     model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)

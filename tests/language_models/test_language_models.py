@@ -73,6 +73,7 @@ def written(name: str, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 @pytest.mark.parametrize("name", generating())
+@pytest.mark.first(3)
 def test_32_greedy_tokens(name: str, tmp_path: Path) -> None:
     """The same as transformers', for a batch with padding on the left, and for a batch of one."""
     model = ARCHITECTURES[name].build()
@@ -293,6 +294,7 @@ def test_a_prompt_in_parts_goes_on_from_the_states(tmp_path: Path) -> None:
         *(pytest.param(n, marks=pytest.mark.every) for n in ("dots3_note", "glm_moe_dsa")),
     ],
 )
+@pytest.mark.every
 def test_an_indexer_that_chooses_tokens(name: str, tmp_path: Path) -> None:
     """Five of up to 70; its many heads have no equal scores."""
     model = ARCHITECTURES[name].build(index_topk=5, index_n_heads=24)
@@ -400,6 +402,7 @@ def test_tensorrt_builds_blocks_of_tokens(tmp_path: Path) -> None:
         assert engine.built, engine.reason()
 
 
+@pytest.mark.every
 def test_blocks_of_a_prompt_alone(tmp_path: Path) -> None:
     """A model without a cache has blocks of all its tokens, however many these are."""
     model = ARCHITECTURES["deepseek_v4"].build(sliding_window=8)

@@ -71,6 +71,7 @@ def test_the_decoded_weights_are_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["loop", "unrolled", "linked"])
+@pytest.mark.first(2)
 def test_the_file_computes_what_the_decoded_model_does(form: Any, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     path = folder / "model.onnx"

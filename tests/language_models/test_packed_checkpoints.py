@@ -55,6 +55,7 @@ def opened(folder: Path, dtype: torch.dtype | None = torch.float32) -> Any:
 @pytest.mark.parametrize("target", ["plugin", "onnxruntime"])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("family", LINEAR)
+@pytest.mark.first(2)
 def test_the_file_computes_what_the_decoded_model_does(
     family: str, symmetric: bool, target: Any, tmp_path: Path
 ) -> None:

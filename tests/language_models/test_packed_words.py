@@ -279,6 +279,7 @@ BY_ACTIVATION = GPTQ | {"desc_act": True}
         pytest.param(BY_ACTIVATION, id="by activation"),
     ],
 )
+@pytest.mark.first(1)
 def test_a_model(config: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", config)
     model = dynamo_moe.open_checkpoint(folder, dtype=torch.float32)

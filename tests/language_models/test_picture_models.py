@@ -109,6 +109,7 @@ def exporting() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", exporting())
+@pytest.mark.first(1)
 def test_16_greedy_tokens(name: str, tmp_path: Path) -> None:
     """The same as transformers', of pictures in both rows, in one, and in none."""
     original, model = PICTURE_MODELS[name].build(), PICTURE_MODELS[name].build()
@@ -234,6 +235,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
+@pytest.mark.every
 def test_verify_takes_the_folder(llava: tuple[Any, Path]) -> None:
     model, folder = llava
     report = dynamo_moe.verify(folder, model)

@@ -103,6 +103,7 @@ def test_lightning_attention(with_state: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["jamba", "minimax", "qwen3_next"])
+@pytest.mark.first(2)
 def test_beyond_the_chunk_of_the_example(tmp_path: Path, name: str) -> None:
     model = ARCHITECTURES[name].build()
     dynamo_moe.convert(model)

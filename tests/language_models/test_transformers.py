@@ -155,6 +155,7 @@ def converted(request, tmp_path_factory) -> Converted:
     return Converted(name, model, report, inputs, expected, tmp_path_factory.mktemp(name))
 
 
+@pytest.mark.first(2)
 def test_architecture(converted: Converted) -> None:
     name, model, inputs = converted.name, converted.model, converted.inputs
     fallback = FALLBACK.get(name)
@@ -200,6 +201,7 @@ def test_architecture(converted: Converted) -> None:
     write_row(name, row)
 
 
+@pytest.mark.first(2)
 def test_fused_operators(converted: Converted, monkeypatch) -> None:
     """A target that has the standard's attention, and takes every MoE layer."""
     if converted.name in UNEXPORTABLE:
@@ -213,6 +215,7 @@ def test_fused_operators(converted: Converted, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("target", ["plugin", pytest.param("dense", marks=pytest.mark.every)])
+@pytest.mark.first(2)
 def test_engine(converted: Converted, target: str) -> None:
     """TensorRT for RTX builds the file, or refuses it as known."""
     name = converted.name
@@ -228,6 +231,7 @@ def test_engine(converted: Converted, target: str) -> None:
 
 @pytest.mark.parametrize("target", ["plugin", pytest.param("dense", marks=pytest.mark.every)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.first(1)
 def test_engines_in_half_precision(dtype: torch.dtype, target: str, tmp_path: Path) -> None:
     model = ARCHITECTURES["mixtral"].build().to(dtype)
     dynamo_moe.convert(model)

@@ -43,6 +43,7 @@ def _tokens_first(case: Case) -> dict[str, Tensor]:
         pytest.param("dropless", "inductor", marks=[needs_compiler, pytest.mark.slow]),
     ],
 )
+@pytest.mark.first(2)
 def test_compiled_once_for_every_number_of_tokens(op: str, backend: str) -> None:
     options = {"activation": "silu", "gated": True}
     case = make_case(op, **options)

@@ -587,6 +587,7 @@ def test_too_few_inputs(driver, tmp_path):
 @pytest.mark.parametrize(
     "sanitizer", ["address,undefined", pytest.param("thread", marks=pytest.mark.every)]
 )
+@pytest.mark.every
 def test_under_sanitizers(tmp_path, sanitizer):
     flags = sanitizing(sanitizer)
     native = ROOT / "tests" / "native"

@@ -29,6 +29,7 @@ ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
     ],
     ids=["packed_matrix", "activation"],
 )
+@pytest.mark.first(2)
 def test_results_are_right_and_nothing_beyond_is_read(
     name: str, sources: list[str], said: str, sanitizer: str, widest: int
 ) -> None:

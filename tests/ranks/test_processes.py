@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nccl_standin import nccl_standin
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -64,6 +66,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     assert "this rank fails" in done.stderr
 
 
+@pytest.mark.every
 def test_the_page_shows_what_its_program_prints(tmp_path: Path) -> None:
     page = PAGE.read_text(encoding="utf-8")
     program = re.search(r"```python\n(# run\.py\n.*?)```", page, re.DOTALL)

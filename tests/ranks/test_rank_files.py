@@ -48,6 +48,7 @@ def files(model: nn.Module, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.first(1)
 def test_targets(model: nn.Module, tmp_path: Path, target: Any) -> None:
     report = dynamo_moe.export(
         model, torch.randn(3, 16), tmp_path / "m.onnx", target=target, ranks=4
@@ -77,6 +78,7 @@ def test_only_the_ranks_own_experts(files: Path) -> None:
     "family",
     ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.every) for n in ("qwen3_moe", "gpt_oss"))],
 )
+@pytest.mark.every
 def test_language_models(tmp_path: Path, family: str) -> None:
     model = converted(ARCHITECTURES[family].build())
     path = tmp_path / "m.onnx"
@@ -128,6 +130,7 @@ def test_a_streamed_checkpoint(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, converted(source)).passed
 
 
+@pytest.mark.every
 def test_a_linked_checkpoint(tmp_path: Path) -> None:
     """Stacked experts stay where they are: a rank's file refers to its own rows."""
     source = ARCHITECTURES["qwen3_moe"].build()
@@ -236,6 +239,7 @@ def test_more_ranks_than_experts(tmp_path: Path, target: Any, shapes: Any) -> No
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.first(1)
 def test_equal_blocks_as_functions(tmp_path: Path, target: Any) -> None:
     model = converted(mlp_model(layers=5))
     report = dynamo_moe.export(
@@ -316,6 +320,7 @@ def linked(path: Path, target: Any) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("write", [uneven, packed, more_than_experts, split_heads, linked])
+@pytest.mark.first(3)
 def test_a_ranks_file_is_that_of_its_own_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, target: Any
 ) -> None:

@@ -220,6 +220,7 @@ def test_files(exported: Any, family: str) -> None:
             assert whole[name] == [outputs, 2 * inputs]
 
 
+@pytest.mark.every
 def test_a_rank_that_computes_something_else(exported: Any, tmp_path: Path) -> None:
     """Its keys are in its own cache alone."""
     model, path = copied(exported, tmp_path)

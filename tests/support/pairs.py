@@ -1,4 +1,4 @@
-"""Few cases of a product: the marks ``pairwise``, ``each_value`` and ``once``.
+"""Few cases of a product: the marks ``pairwise``, ``each_value``, ``once`` and ``first``.
 
 Most defects are of one value, or of two that meet. A full product of seven activations, six paths
 and nine pairs of dtypes repeats each such meeting dozens of times. With ``pairwise`` a test's cases
@@ -6,10 +6,13 @@ hold every pair of values, with ``each_value`` every value; `make test-all` runs
 
 A value with the mark ``once(name)`` meets nothing: it is in one case of each test. So an activation
 that is a function of one number costs one case, and not one for each path and dtype.
+
+Of a test with ``first(count)``, whose cases are many of a kind, such as models, the first are run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import combinations_with_replacement
@@ -49,6 +52,13 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
             for place, case in enumerate(cases):
                 if place != chosen:
                     case.add_marker(pytest.mark.every)
+    seen: Counter[object] = Counter()
+    for item in items:
+        first = item.get_closest_marker("first")
+        if first and isinstance(item, pytest.Function) and not item.get_closest_marker("every"):
+            seen[item.function] += 1
+            if seen[item.function] > first.args[0]:
+                item.add_marker(pytest.mark.every)
     for mark, strength in _STRENGTHS.items():
         tests: dict[object, list[pytest.Function]] = {}
         for item in items:

@@ -134,6 +134,7 @@ def test_attention(opset: int, tmp_path) -> None:
         *(pytest.param([*CASES], opset, marks=pytest.mark.every) for opset in (20, 23)),
     ],
 )
+@pytest.mark.every
 def test_the_same_in_pytorchs_exporter(names, opset, tmp_path, monkeypatch) -> None:
     """It applies the same decomposition, in many times the time."""
     monkeypatch.setattr(tracer, "missing", lambda: "a test")

@@ -317,6 +317,7 @@ programs = st.lists(
 @pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=8, database=None)
 @given(steps=programs)
+@pytest.mark.every
 def test_random_programs(tmp_path_factory: pytest.TempPathFactory, steps) -> None:
     torch.manual_seed(0)
     check(tmp_path_factory.mktemp("random") / "m.onnx", Steps(steps).eval())

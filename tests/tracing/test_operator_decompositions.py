@@ -360,6 +360,7 @@ def test_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> 
         *(pytest.param(x, marks=pytest.mark.every) for x in (covariances, distances_of_pairs)),
     ],
 )
+@pytest.mark.first(1)
 def test_symbolic_sizes_by_pytorchs_own_steps(tmp_path: Path, retraces, function: Function) -> None:
     torch.manual_seed(0)
     model, path = after_a_change(function), tmp_path / "m.onnx"

@@ -590,6 +590,7 @@ def test_layers_that_differ_in_one_number() -> None:
         pytest.param("granitemoe", {}, "DroplessMoE", marks=pytest.mark.every),
     ],
 )
+@pytest.mark.first(3)
 def test_models_of_transformers(
     name: str, options: dict[str, Any], operator: str, tmp_path: Path
 ) -> None:
@@ -638,6 +639,7 @@ def routings(path: Path) -> list[tuple[str | None, str | None]]:
 @pytest.mark.each_value
 @half
 @pytest.mark.parametrize("name", HALF_MODELS)
+@pytest.mark.first(4)
 def test_models_in_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = ARCHITECTURES[name].build().to(dtype)
     dynamo_moe.convert(model)

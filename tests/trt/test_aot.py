@@ -245,6 +245,7 @@ def compile_and_check(planned: ForwardPlan, jobs: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "device"), ONE_EACH)
+@pytest.mark.first(2)
 def test_every_kernel_compiles_and_takes_what_is_passed(name: str, device: str) -> None:
     """Of a layer's ranges of tokens the last that has a kernel: its tiles are the largest."""
     planned = plan(parse_spec(SPECS[name]), architecture(device))
@@ -416,6 +417,7 @@ def test_the_callers_settings_of_triton_do_not_reach_the_compiler(
     assert environment["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.every
 def test_another_checkout_gives_the_same_bytes(narrow: Bundle, tmp_path: Path) -> None:
     for package in ("custom_ops", "trt_plugin"):
         shutil.copytree(ROOT / package, tmp_path / "elsewhere" / package)

@@ -77,6 +77,7 @@ def test_symbols_are_numbered_as_the_sizes_of_a_layer() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(programs, min_size=1, max_size=3).map(tuple))
+@pytest.mark.every
 def test_any_program_survives(given_programs: tuple[Program, ...]) -> None:
     assert trt_plugin.read(Bundle(given_programs).data) == Bundle(given_programs)
 

@@ -97,6 +97,7 @@ def built(folder) -> dict[str, Done]:
     return done
 
 
+@pytest.mark.every
 def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built):
     report = json.loads(built["two architectures"].out)
     assert report["builder"].startswith("TensorRT for RTX 1.7")
@@ -147,6 +148,7 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every
 def test_packed_weights_reach_the_plugin_as_they_are_and_need_none_in_dense_files(tmp_path):
     commands = []
     for name, options in PACKED.items():
@@ -263,6 +265,7 @@ def test_errors_say_what_to_do(folder, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.every
 def test_a_missing_link_is_made_before_it_ends_the_process(folder, tmp_path):
     # The wheels without the link that the tests' installation has made, as links to their files.
     packages = tmp_path / "packages"
@@ -294,6 +297,7 @@ def test_a_missing_link_is_made_before_it_ends_the_process(folder, tmp_path):
     assert link.readlink() == Path("libtensorrt_rtx.so.1")
 
 
+@pytest.mark.every
 def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
     torch.manual_seed(0)
     model = DroplessMoEMlp(16, 24, num_experts=4, top_k=2).eval()
@@ -327,6 +331,7 @@ def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
         pytest.param("qwen3_moe", {"cache_length": 64}, marks=pytest.mark.every),
     ],
 )
+@pytest.mark.every
 def test_an_engine_that_writes_text(name, options, tmp_path):
     """examples/run_engine's script: a profile without past tokens, and one of single tokens."""
     model: Any = ARCHITECTURES[name].build()

@@ -120,6 +120,7 @@ def check(call: Call, case: Case) -> None:
 
 @pytest.mark.parametrize("order", [first_used, last_used])
 @pytest.mark.parametrize("resident", [1, 2, 5])
+@pytest.mark.first(3)
 def test_any_sequence_of_routings(driver, resident, order):
     gpu, choose = Gpu(driver), seeded(resident)
     base = small_case(3)
@@ -183,6 +184,7 @@ def test_what_a_call_asks_the_driver_for(driver):
 
 
 @pytest.mark.parametrize("function", CALLED)
+@pytest.mark.first(5)
 def test_the_call_after_a_failing_one_is_right(driver, function):
     case = routed(small_case(3), [[0, 1], [2, 3], [4, 5]])
     other = routed(case, [[5, 3], [1, 0], [0, 2]])
@@ -214,6 +216,7 @@ def test_the_call_after_a_failing_one_is_right(driver, function):
         for clears in (0, 1)
     ],
 )
+@pytest.mark.first(8)
 def test_a_replay_after_a_failing_call_is_right(driver, at, clears):
     """If the cache cannot be emptied at once, it is by the next call."""
     gpu = Gpu(driver)

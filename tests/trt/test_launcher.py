@@ -119,6 +119,7 @@ def test_dependent_launch_can_be_forbidden(driver, monkeypatch, value, dependent
 @pytest.mark.slow
 @bounded
 @given(case=cases())
+@pytest.mark.every
 def test_any_layer(case):
     driver = standin()
     driver.reset()

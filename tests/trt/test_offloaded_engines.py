@@ -124,6 +124,7 @@ def test_the_engines_programs_are_of_offloaded_layers(built):
     assert {each.program.layer.resident_experts for each in built.offloaded.programs} == {RESIDENT}
 
 
+@pytest.mark.every
 def test_slots_are_known_of_each_layer(built, tmp_path):
     first, second = (each["name"] for each in built.report["offload"]["layers"])
     engine, bundle = tmp_path / "e.engine", built.file.with_suffix(".both.moek")
@@ -142,6 +143,7 @@ def test_slots_are_known_of_each_layer(built, tmp_path):
     assert (built.offloaded.shared_cache, found.shared_cache) == (False, True)
 
 
+@pytest.mark.every
 def test_a_bundle_without_the_offloaded_layers_is_named(built, tmp_path):
     whole = Bundle(tuple(each.program for each in built.whole.programs))
     whole.save(tmp_path / "whole.moek")
@@ -159,6 +161,7 @@ def test_a_bundle_without_the_offloaded_layers_is_named(built, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["whole.moek"]
 
 
+@pytest.mark.every
 def test_a_failed_build_leaves_the_engine_that_was_there(built, tmp_path):
     engine, bundle = tmp_path / "e.engine", built.file.with_suffix(".both.moek")
     changed = onnx.load(built.file)

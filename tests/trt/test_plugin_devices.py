@@ -104,6 +104,7 @@ for message in tensorrt.messages():
 """
 
 
+@pytest.mark.first(1)
 def test_without_a_driver(driver, tensorrt_host, stored, tmp_path, layer):
     (tmp_path / "programs").write_bytes(stored)
     done = subprocess.run(

@@ -57,6 +57,7 @@ real = pytest.mark.parametrize("version", [*LEAN, RTX])
 
 @pytest.mark.slow
 @real
+@pytest.mark.first(1)
 def test_the_registry_has_the_creators(version):
     report, _ = run(version)
     assert report["version"].startswith(version.removeprefix("rtx-"))

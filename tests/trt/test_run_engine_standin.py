@@ -90,6 +90,7 @@ def expected(model: Path, **options: Any) -> list[list[int]]:
     return [row[len(IDS[0]) :] for row in text.tolist()]
 
 
+@pytest.mark.every
 def test_text(program: Program, mixtral: Path) -> None:
     ran = program(mixtral, two(mixtral), *PROMPTS, "--steps", str(STEPS))
     assert ran.code == 0, ran.error
@@ -117,6 +118,7 @@ def test_text(program: Program, mixtral: Path) -> None:
         pytest.param("mixtral", {"task": "text-generation"}, {}, marks=pytest.mark.every),
     ],
 )
+@pytest.mark.first(1)
 def test_whatever_is_kept(
     program: Program,
     tmp_path: Path,
