@@ -124,10 +124,8 @@ def store(
         if tensor.is_floating_point() and (hidden := _hiding(name, tensor))
     }
     named = max((size for size in sizes if size >= _CASES[-1].other), default=None)
-    for key, value in (
-        *((KEY, ranges), (MASKS_KEY, masks), (ARGUMENTS_KEY, constants)),
-        (SIZES_KEY, named),
-    ):
+    stored = {KEY: ranges, MASKS_KEY: masks, ARGUMENTS_KEY: constants, SIZES_KEY: named}
+    for key, value in stored.items():
         if value:
             model.metadata_props[key] = json.dumps(value)
 

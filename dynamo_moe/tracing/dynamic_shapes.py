@@ -86,9 +86,8 @@ def resolve(
         collected: Any = requested
         requested = tuple(collected.dynamic_shapes(model, args, kwargs).values())
     if isinstance(requested, Mapping) and not arguments.keys() >= requested.keys():
-        requested = spread_keywords(
-            model, requested
-        )  # PyTorch's spelling has those of **kwargs inside.
+        # PyTorch's spelling has those of **kwargs inside.
+        requested = spread_keywords(model, requested)
     specs = _by_argument(requested, arguments)
     args, kwargs = _distinct((args, kwargs))
     if specs is None:

@@ -540,11 +540,9 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _copied(leaf: Any) -> Any:
-    return (
-        leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-    )
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

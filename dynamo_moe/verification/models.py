@@ -84,11 +84,7 @@ class Models:
             return None
 
     def _outputs(self, model: torch.nn.Module, case: Case) -> list[Tensor]:
-        if isinstance(case, Mapping):
-            parameters = inspect.signature(model.forward).parameters
-            known = {name: value for name, value in self.constants.items() if name in parameters}
-            case = {**known, **case}
-        return outputs_of(model, case, self.count)
+        return outputs_of(model, case, self.count, self.constants)
 
     def results_of_all(self, case: Case) -> Results:
         """Runs them, and fails where another process's fail."""
@@ -109,11 +105,22 @@ def _without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def outputs_of(model: torch.nn.Module, case: Case, count: int) -> list[Tensor]:
+def outputs_of(
+    model: torch.nn.Module, case: Case, count: int, constants: Mapping[str, Any]
+) -> list[Tensor]:
     """Returns a model's tensors for a case, and numbers too where a file has so many outputs."""
     # Copies: a forward may write into its arguments.
     copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
     args, kwargs = _arguments(model, copied)
+    if isinstance(case, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        collects = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        given = {*[*parameters][: len(args)], *kwargs}
+        kwargs |= {  # A reference may take others.
+            name: value
+            for name, value in constants.items()
+            if name not in given and (collects or name in parameters)
+        }
     # Compiled parts run eagerly: a dispatch mode sees every operator. The stance is the process's,
     # and so are the methods of nn.Module that another thread's export has replaced.
     eager = torch.compiler.set_stance("force_eager")

@@ -681,8 +681,20 @@ def test_numbers_that_the_file_was_made_with(tmp_path: Path) -> None:
     assert dynamo_moe.verify(path, Scaled(), [{"x": x}]).passed
     with pytest.raises(dynamo_moe.VerificationError):
         dynamo_moe.verify(path, Scaled(), [{"x": x, "scale": 2.0}])
+    dynamo_moe.export(Scaled(), (x, 3.0), path, input_names=["renamed"])
+    assert dynamo_moe.verify(path, Scaled()).passed
     dynamo_moe.export(Scaled(), x, path)
     assert "dynamo_moe.arguments" not in {e.key for e in onnx.load(path).metadata_props}
+
+
+def test_numbers_among_collected_keywords(tmp_path: Path) -> None:
+    class Collects(nn.Module):
+        def forward(self, x: Tensor, **options: float) -> Tensor:
+            return x * options.get("scale", 1.0)
+
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(Collects(), torch.randn(2, 4), path, kwargs={"scale": 3.0})
+    assert dynamo_moe.verify(path, Collects()).passed
 
 
 class Nested(nn.Module):
