@@ -236,7 +236,7 @@ def test_verify_runs_a_model_while_no_other_thread_exports() -> None:
             return x
 
     with exclusive():
-        thread = threading.Thread(target=outputs_of, args=(Model(), (torch.ones(1),), 1))
+        thread = threading.Thread(target=lambda: outputs_of(Model(), (torch.ones(1),), 1, {}))
         thread.start()
         assert not ran.wait(timeout=0.2)
     thread.join(timeout=LONG)
