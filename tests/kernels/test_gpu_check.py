@@ -128,14 +128,8 @@ def test_an_unknown_stage_is_refused():
     version("triton").startswith("3.6."),
     reason="Triton 3.6's interpreter fails unrepaired, as in a process of its own",
 )
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stages",
-    [
-        ["device", "tests", "tune", "tuned"],
-        pytest.param(["device", "sessions"], marks=pytest.mark.every),
-    ],
-)
+@pytest.mark.every
+@pytest.mark.parametrize("stages", [["device", "tests", "tune", "tuned"], ["device", "sessions"]])
 def test_a_rehearsal(stages, tmp_path):
     """Neither the library, which `make package-test` builds, nor the baseline, as `tuned`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

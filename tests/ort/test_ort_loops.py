@@ -16,9 +16,9 @@ ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
 @pytest.mark.parametrize(
     ("sanitizer", "widest"),
     [
+        ("undefined", 128),
         ("address", 512),
         pytest.param("address", 256, marks=pytest.mark.every),
-        ("undefined", 128),
     ],
 )
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
     ],
     ids=["packed_matrix", "activation"],
 )
-@pytest.mark.first(2)
+@pytest.mark.each_value
 def test_results_are_right_and_nothing_beyond_is_read(
     name: str, sources: list[str], said: str, sanitizer: str, widest: int
 ) -> None:

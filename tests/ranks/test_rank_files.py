@@ -320,7 +320,7 @@ def linked(path: Path, target: Any) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("write", [uneven, packed, more_than_experts, split_heads, linked])
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 def test_a_ranks_file_is_that_of_its_own_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, target: Any
 ) -> None:

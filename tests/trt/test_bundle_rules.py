@@ -321,7 +321,7 @@ def test_a_wrong_checksum_is_named() -> None:
     assert refusal(checked(bytes(data))).startswith("program 1: damaged: the checksum is ")
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_any_damage_under_sanitizers(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     seeds = []

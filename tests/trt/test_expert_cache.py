@@ -75,7 +75,7 @@ def small_case(tokens: int = 5, seed: int = 0, **options) -> Case:
     return make_case("experts", (tokens,), seed=seed, **sizes)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize(("device", "order"), [("sm_80", first_used), ("sm_90", last_used)])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("resident", [1, 2, 6])
@@ -184,7 +184,7 @@ def test_what_a_call_asks_the_driver_for(driver):
 
 
 @pytest.mark.parametrize("function", CALLED)
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 def test_the_call_after_a_failing_one_is_right(driver, function):
     case = routed(small_case(3), [[0, 1], [2, 3], [4, 5]])
     other = routed(case, [[5, 3], [1, 0], [0, 2]])
@@ -216,7 +216,7 @@ def test_the_call_after_a_failing_one_is_right(driver, function):
         for clears in (0, 1)
     ],
 )
-@pytest.mark.first(8)
+@pytest.mark.first(4)
 def test_a_replay_after_a_failing_call_is_right(driver, at, clears):
     """If the cache cannot be emptied at once, it is by the next call."""
     gpu = Gpu(driver)
@@ -318,6 +318,7 @@ def test_experts_whose_bytes_cannot_be_counted():
 # --- Streams ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("order", [first_used, last_used])
 def test_calls_on_two_streams(driver, shared, order):
@@ -372,6 +373,7 @@ def test_a_call_on_another_stream_waits_for_one_that_failed(driver):
 # --- Captures ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", [first_used, last_used])
 @pytest.mark.parametrize("run_before", [False, True])
 def test_a_captured_call_is_replayed_with_other_routings(driver, run_before, order):

@@ -128,6 +128,7 @@ def test_any_layer(case):
     driver.reset()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("device", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("tokens", [1, 7, 70])
 def test_norm_and_residual(driver, tokens, device):
@@ -451,6 +452,7 @@ def test_the_library_shows_its_interface_and_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.first(1)
 def test_under_sanitizers(tmp_path, sanitizer):
     flags = sanitizing(sanitizer)
     native = ROOT / "tests" / "native"
