@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 	browser lint $(LINTS) format docs pictures bench gpu-check clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
 
@@ -148,7 +148,7 @@ docs: $(INSTALLED) ## Run what the documentation's pages show, and build it into
 pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium
 	$(BIN)/python tests/support/netron_pictures.py
 
-bench: $(INSTALLED) ## Run the benchmarks that need no GPU
+bench: $(INSTALLED) ## Run the main benchmarks that need no GPU
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 # Without .venv: the GPU's machine has PyTorch, Triton and pytest.

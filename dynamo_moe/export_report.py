@@ -25,7 +25,8 @@ class ExportReport:
         body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
         layers: The MoE layers' paths in the model.
         operators: Number of layers by operator: ``DroplessMoE``, which holds the layer's router,
-            or ``DroplessMoEExperts``, behind a router of the model's own.
+            or ``DroplessMoEExperts``, behind a router of the model's own; with packed weights
+            ``DroplessMoEPacked`` and ``DroplessMoEExpertsPacked``.
         nodes: Number of the main graph's nodes by operator.
         parameters_bytes: Bytes of the weights.
         file_bytes: Bytes of all files.

@@ -89,10 +89,11 @@ def export(
     """Exports a model, after :func:`convert`, to an ONNX file.
 
     A router that the model computes itself becomes part of its layer's node, ``DroplessMoE``, where
-    that has the same router: softmax or sigmoid of float32 logits, with or without renormalising, a
-    bias of the logits, a constant factor. Any other stays as it is, in front of
-    ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; it compares
-    logits, which still differ where float32 rounds their sigmoids to 1.
+    that has the same router: softmax or sigmoid of logits in float32 or in the tokens' dtype, with
+    or without renormalising, a bias of the logits or of the choice, groups of experts, a constant
+    factor. Any other stays as it is, in front of ``DroplessMoEExperts``. Where scores are equal the
+    node takes the lower expert; it compares logits, which still differ where float32 rounds their
+    sigmoids to 1.
 
     Args:
         model: The model; exported as in ``eval()``, left as it was.

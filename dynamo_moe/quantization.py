@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from dynamo_moe.tensor_parallel import ColumnLinear, RowLinear
 from dynamo_moe.weights import packed_linear
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.rounding import rounded, scales_dtype
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Scales = Callable[[str, int, Tensor], Tensor]
 """From a weight's path, an expert and its matrix ``[N, K]`` to its scales."""
@@ -88,6 +91,12 @@ class QuantizationReport:
         lines += self._packed(self.linear_format, self.linear, "linear layers", "weights")
         lines += self._plain()
         return "\n".join(lines)
+
+    def __rich__(self) -> Text:
+        """Returns the lines for the terminal."""
+        from rich.text import Text
+
+        return Text(str(self))
 
     @staticmethod
     def _packed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.packed_experts import PackedExperts
 from dynamo_moe.tensor_parallel import Split
 from dynamo_moe.weights.lazy_tensors import LazyTensor
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Plan = Literal["experts", "experts+heads"]
 
@@ -85,6 +88,12 @@ class ShardReport:
             f"rank {self.rank} of {self.ranks} has {shares} experts of {len(self.layers)} layers: "
             f"{size:,} bytes{others}"
         )
+
+    def __rich__(self) -> Text:
+        """Returns the lines for the terminal."""
+        from rich.text import Text
+
+        return Text(str(self))
 
 
 def shard(

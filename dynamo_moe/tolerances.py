@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on the error of one output, relative to the RMS of what is expected.
+    """Bounds on the error of one output.
 
     Attributes:
-        max: On the worst element.
-        rms: On the RMS of the errors.
+        max: On the worst element, relative to the RMS of its row or column, the smaller one.
+        rms: On the RMS of the errors, relative to that of what is expected.
     """
 
     max: float

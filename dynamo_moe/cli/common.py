@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -48,11 +49,11 @@ def failures(debug: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if debug:
-            raise
-        line = message_of(error, hint=" (--debug shows where)")
+        line = message_of(error, hint="" if debug else " (--debug shows where)")
         text = Text.assemble(("error: ", "bold red"), line)
         Console(stderr=True).print(text, soft_wrap=True)
+        if debug:
+            traceback.print_exception(error)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
 
 

@@ -233,7 +233,8 @@ def export(
         typer.Option(
             metavar="N",
             help="Version of the standard operators, at least 18.",
-            show_default="23 with onnxruntime, else 20",
+            show_default="23 with onnxruntime, else 20, or what the model needs: 21 for packed "
+            "linear layers, 22 for some operators of bfloat16, 24 for --cache-length",
             rich_help_panel=_FILE,
         ),
     ] = None,

@@ -25,7 +25,7 @@ class Layer:
 
     Attributes:
         name: Its path in the PyTorch model.
-        op_type: ``DroplessMoE`` or ``DroplessMoEExperts``.
+        op_type: The node's operator, such as ``DroplessMoE``.
         tokens: The value that enters it; like an input, of no value in the file where that has
             been removed.
         attributes: The node's attributes.

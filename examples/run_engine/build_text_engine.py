@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 import onnx
 
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("model", help="file of export_language_model, target plugin or dense")
     parser.add_argument("engine", help="the file to write")
     parser.add_argument("--arch", action="append", help="such as sm_89; once for each")
+    parser.add_argument("--kernels", help="a bundle; default: the model's .moek, if there")
     parser.add_argument("--batch", type=int, default=1, help="the most prompts at once")
     parser.add_argument("--prompt", type=int, default=512, help="the most tokens of a prompt")
     parser.add_argument("--length", type=int, default=2048, help="the most tokens of a text")
@@ -75,7 +77,14 @@ def main() -> None:
     if given.batch < 1 or not 1 <= given.prompt < given.length:
         parser.error("--batch must be at least 1, and --length more than --prompt")
     sizes = profiles(given.model, given.batch, given.prompt, given.length)
-    report = trt_plugin.build_engine(given.model, given.engine, sizes, architectures=given.arch)
+    beside = Path(given.model).with_suffix(".moek")
+    report = trt_plugin.build_engine(
+        given.model,
+        given.engine,
+        sizes,
+        architectures=given.arch,
+        kernels=given.kernels or (beside if beside.exists() else None),
+    )
     print(f"{report.path}: {report.builder}, {report.profiles} profiles")
 
 

@@ -113,7 +113,17 @@ def test_a_model_that_is_an_moe_module() -> None:
 
 def test_debug_shows_the_traceback() -> None:
     result = run("export", "models.py:broken", "o.onnx", "--shape", "1,16", "--debug")
-    assert isinstance(result.exception, RuntimeError)
+    assert result.exit_code == 1
+    line, *trace = result.stderr[result.stderr.index("error: ") :].splitlines()
+    assert line == "error: RuntimeError: no checkpoint"
+    assert trace[0] == "Traceback (most recent call last):"
+    assert "RuntimeError: no checkpoint" in trace
+
+
+def test_debug_leaves_the_exit_code() -> None:
+    result = run("inspect", "none.onnx", "--debug")
+    assert result.exit_code == 2
+    assert "error: no such file: none.onnx\nTraceback" in result.stderr
 
 
 def test_shapes() -> None:

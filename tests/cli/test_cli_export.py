@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import onnx
@@ -201,8 +200,8 @@ def test_a_model_that_cannot_be_traced_is_one_line() -> None:
 
 def test_debug_shows_how_far_a_trace_came() -> None:
     result = run("export", "models.py:branches", "o.onnx", "--shape", "2,5,16", "--debug")
-    assert isinstance(result.exception, dynamo_moe.ExportError)
-    assert "torch.ops.moe.dropless" in "".join(traceback.format_exception(result.exception))
+    assert result.exit_code == 1
+    assert "torch.ops.moe.dropless" in result.stderr
 
 
 @pytest.mark.slow
