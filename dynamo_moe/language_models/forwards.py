@@ -1,6 +1,6 @@
 """What a model's forward takes and returns while a file of a role is made or compared.
 
-Legend: B batch, S new tokens, P tokens in the cache.
+Legend: B batch, S new tokens, P tokens in the cache, L = P + S.
 """
 
 from __future__ import annotations
@@ -144,6 +144,63 @@ def parts_of(model: PreTrainedModel) -> Parts | None:
     return getattr(model.forward, "parts", None)
 
 
+class _Decoder:
+    """A causal model that computes new tokens from what a cache keeps, or from nothing."""
+
+    def __init__(self, model: PreTrainedModel, cache: ModelCache) -> None:
+        self._forward = model.forward
+        self._takes_positions = "position_ids" in inspect.signature(self._forward).parameters
+        self._cache = cache
+
+    def logits(
+        self,
+        tokens: dict[str, Tensor],
+        attention_mask: Tensor,
+        past_length: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Returns the logits of new tokens: the last of the mask's, or those after the past."""
+        (new,) = tokens.values()
+        if self._takes_positions:
+            # As generate() does: padding on the left does not count. These are the tokens before.
+            positions = attention_mask.cumsum(-1) - attention_mask
+            options.setdefault("position_ids", _of_new_tokens(positions, new, past_length))
+        if past_length is not None and not self._cache.is_plain:
+            # Linear attention reads the last columns as the new tokens', attention the first L.
+            of_new = _of_new_tokens(attention_mask, new, past_length)
+            attention_mask = torch.cat([attention_mask, of_new], dim=1)
+        logits: Tensor = self._forward(**tokens, attention_mask=attention_mask, **options).logits
+        return logits
+
+    def logits_and_past(
+        self,
+        tokens: dict[str, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Past,
+        past_length: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Returns the logits of new tokens, and what the cache keeps after them."""
+        (new,) = tokens.values()
+        before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
+        before = self._cache.length_of(past_key_values, before)
+        if self._cache.blocks:  # Their number says P: a longer mask would move the new tokens.
+            attention_mask = attention_mask[:, : before + new.shape[1]]
+        filled = self._cache.filled(past_key_values, before)
+        options |= {cache_argument(self._forward): filled, "use_cache": True}
+        with exportable_models():  # Some recurrences of transformers cannot go on from a state.
+            logits = self.logits(tokens, attention_mask, past_length, **options)
+        return logits, self._cache.held(filled)
+
+
+def _of_new_tokens(x_BL: Tensor, new: Tensor, past_length: Tensor | None) -> Tensor:
+    """Returns the columns of new tokens: the last ones, or those after the past."""
+    if past_length is None:
+        return x_BL[:, -new.shape[1] :]
+    steps = torch.arange(new.shape[1], device=new.device)
+    return x_BL.index_select(1, past_length + steps)
+
+
 def _with_past(
     model: PreTrainedModel,
     *,
@@ -152,55 +209,12 @@ def _with_past(
     parts: PictureParts | None = None,
 ) -> Callable[..., Any]:
     cache = ModelCache(model, bounded_windows=bounded_windows, cache_length=cache_length)
-    original = model.forward
-    takes_positions = "position_ids" in inspect.signature(original).parameters
-
-    def computed(
-        tokens: dict[str, Tensor],
-        attention_mask: Tensor,
-        past_length: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        (new,) = tokens.values()
-
-        def of_the_new(columns: Tensor) -> Tensor:
-            if past_length is None:
-                return columns[:, -new.shape[1] :]
-            steps = torch.arange(new.shape[1], device=new.device)
-            return columns.index_select(1, past_length + steps)
-
-        if takes_positions:
-            # As generate() does: padding on the left does not count. These are the tokens before.
-            positions = attention_mask.cumsum(-1) - attention_mask
-            options.setdefault("position_ids", of_the_new(positions))
-        if past_length is not None and not cache.is_plain:
-            # Linear attention reads the last columns as the new tokens', attention the first L.
-            attention_mask = torch.cat([attention_mask, of_the_new(attention_mask)], dim=1)
-        logits: Tensor = original(**tokens, attention_mask=attention_mask, **options).logits
-        return logits
-
-    def gone_on(
-        tokens: dict[str, Tensor],
-        attention_mask: Tensor,
-        past_key_values: Past,
-        past_length: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        (new,) = tokens.values()
-        before = attention_mask.shape[1] - new.shape[1] if past_length is None else past_length
-        before = cache.length_of(past_key_values, before)
-        if cache.blocks:  # Whose number says P: a mask that is longer would move the new tokens.
-            attention_mask = attention_mask[:, : before + new.shape[1]]
-        filled = cache.filled(past_key_values, before)
-        options |= {cache_argument(original): filled, "use_cache": True}
-        with exportable_models():  # Some recurrences of transformers cannot go on from a state.
-            logits = computed(tokens, attention_mask, past_length, **options)
-        return logits, cache.held(filled)
+    decoder = _Decoder(model, cache)
 
     def growing(
         input_ids: Tensor, attention_mask: Tensor, past_key_values: Past
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        return gone_on({"input_ids": input_ids}, attention_mask, past_key_values)
+        return decoder.logits_and_past({"input_ids": input_ids}, attention_mask, past_key_values)
 
     def with_room(
         input_ids: Tensor,
@@ -209,15 +223,17 @@ def _with_past(
         past_key_values: Past,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         tokens = {"input_ids": input_ids}
-        return gone_on(tokens, attention_mask, past_key_values, past_sequence_length)
+        return decoder.logits_and_past(
+            tokens, attention_mask, past_key_values, past_sequence_length
+        )
 
     def alone(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return computed({"input_ids": input_ids}, attention_mask, use_cache=False)
+        return decoder.logits({"input_ids": input_ids}, attention_mask, use_cache=False)
 
     performed: Any = growing if cache_length is None else with_room
     if parts is not None:
-        performed = parts.decoding(gone_on)
-    performed.alone = alone if parts is None else parts.decoding(computed, use_cache=False)
+        performed = parts.decoding(decoder.logits_and_past)
+    performed.alone = alone if parts is None else parts.decoding(decoder.logits, use_cache=False)
     performed.cache = cache
     replacement: Callable[..., Any] = performed
     return replacement
