@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from dynamo_moe.drawing.picture import draw, draw_comparison
     from dynamo_moe.export_report import ExportReport
     from dynamo_moe.exporting import export
-    from dynamo_moe.files.offloading import OffloadReport, offload_file
+    from dynamo_moe.files.offload_report import OffloadReport
+    from dynamo_moe.files.offloading import offload_file
     from dynamo_moe.generation import generate
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
@@ -127,7 +128,7 @@ _HOME = {
     "op_from_function": "operators.functions",
     "FunctionOp": "operators.functions",
     "offload_file": "files.offloading",
-    "OffloadReport": "files.offloading",
+    "OffloadReport": "files.offload_report",
     "verify": "verification",
     "Tolerance": "tolerances",
     "VerificationError": "verification",

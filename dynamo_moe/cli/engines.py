@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import onnx
 
     from custom_ops.kernels.layer import Layer
-    from dynamo_moe.files.offloading import OffloadReport
+    from dynamo_moe.files.offload_report import OffloadReport
 
 BuilderOption = Annotated[
     Literal["tensorrt", "rtx"] | None,

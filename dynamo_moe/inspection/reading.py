@@ -23,7 +23,7 @@ from custom_ops.weight_formats import suffixes_of
 from dynamo_moe.files import rank_files
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
-from dynamo_moe.files.offloading import OffloadedLayer
+from dynamo_moe.files.offload_report import OffloadedLayer
 from dynamo_moe.inspection.summary import (
     AttributeValue,
     FunctionSummary,

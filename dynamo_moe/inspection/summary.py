@@ -13,7 +13,7 @@ from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_moe.files.offloading import OffloadedLayer, memory_of
+from dynamo_moe.files.offload_report import OffloadedLayer, memory_of
 from dynamo_moe.files.offloading_view import layers_view
 from dynamo_moe.files.rank_files import RankRecord
 from dynamo_moe.json_values import json_values

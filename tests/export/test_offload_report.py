@@ -12,7 +12,7 @@ from onnx import helper
 from rich.console import Console
 
 import dynamo_moe
-from dynamo_moe.files.offloading import OffloadedLayer
+from dynamo_moe.files.offload_report import OffloadedLayer
 from dynamo_moe.moe_nodes.nodes import RESIDENT_EXPERTS
 from files_to_offload import by_hand, exported, unchanged
 
