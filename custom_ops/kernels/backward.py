@@ -24,7 +24,7 @@ from custom_ops.kernels.activation_gradient import activate_gradient
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles, sum_of_results
 from custom_ops.kernels.configs import TileConfig
-from custom_ops.kernels.device import load_block, wait_for_previous
+from custom_ops.kernels.device import converted, load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, E, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import (
@@ -102,7 +102,7 @@ def hidden_gradient_kernel(
     gate_u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     up_u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in tl.range(0, D, BLOCK_K):
-        x = load_block(x_ptrs + start, (start + k < D)[None, :], WHOLE).to(dtype)
+        x = converted(load_block(x_ptrs + start, (start + k < D)[None, :], WHOLE), dtype)
         w = load_weights(
             w1_ptr,
             expert,
@@ -142,7 +142,7 @@ def hidden_gradient_kernel(
     dy_ptrs = dy_ptr + token[:, None] * D + k[None, :]
     dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, D, BLOCK_K):
-        dy = load_block(dy_ptrs + start, (start + k < D)[None, :], WHOLE).to(dtype)
+        dy = converted(load_block(dy_ptrs + start, (start + k < D)[None, :], WHOLE), dtype)
         w = load_weights(
             w2_ptr,
             expert,
@@ -385,7 +385,7 @@ def weight_gradient_kernel(
         if row_scale_ptr is not None:
             scale = tl.load(row_scale_ptr + token, mask=in_expert, other=0.0)
             read = read.to(tl.float32) * scale[:, None]
-        dw = tl.dot(values, read.to(dtype), dw, input_precision=PRECISION)
+        dw = tl.dot(values, converted(read, dtype), dw, input_precision=PRECISION)
 
     V_STRIDE: tl.constexpr = 1 if TRANSPOSED else D
     D_STRIDE: tl.constexpr = V if TRANSPOSED else 1

@@ -325,11 +325,14 @@ def _gemm(
     gates: int = 1,
 ) -> GemmConfig:
     tensor_cores = on_tensor_cores(layer, architecture)
+    plain = layer.shape.weight_format.is_plain
     block_n, num_warps = (64, 4) if block_m <= 32 else (128 // gates, block_m // 16)
     block_k = 64
     if not tensor_cores:
-        # Products without tensor cores take their operands from registers.
-        block_n, block_k = min(block_n, 64), 32
+        # Products without tensor cores take their operands from registers, and so does decoding.
+        block_n, block_k = min(block_n, 64 if plain else 32), 32
+        if not plain:
+            num_warps = max(4, block_m // 8)
     block_n = min(block_n, max(16, power_of_2(columns)))
     while block_k > 16 and depth % block_k:
         block_k //= 2
@@ -339,7 +342,6 @@ def _gemm(
     # The compiler joins the gate and up columns of one row through registers.
     joined = gates == 2 and layer.shape.layout.w1_transposed and not layer.shape.options.interleaved
     programs = 2 if asynchronous or num_warps == 4 else 1
-    plain = layer.shape.weight_format.is_plain
     itemsize = layer.shape.weight_format.operand_dtype.itemsize
     stage = (block_m + gates * block_n) * block_k * itemsize
     stages = (architecture.shared_memory // programs - 1024) // stage

@@ -15,6 +15,14 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def converted(x, dtype):
+    """Converts numbers to another dtype; sm_75 has no way from float16 to bfloat16."""
+    if x.dtype == tl.float16 and dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
 def load_block(ptrs, inside, WHOLE: tl.constexpr):
     """Loads a block, with zeros outside; masked only if it is not WHOLE."""
     if WHOLE:

@@ -21,7 +21,7 @@ from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import MlpConfig
-from custom_ops.kernels.device import load_block, wait_for_previous
+from custom_ops.kernels.device import converted, load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, E, K, T
 from custom_ops.kernels.grouped_gemm import tiles_of_wave
 from custom_ops.kernels.layer import Layer
@@ -34,7 +34,7 @@ def _load_x(ptrs, d, weight, D: tl.constexpr, WHOLE: tl.constexpr, WEIGHTED: tl.
     x = load_block(ptrs + d[None, :], (d < D)[None, :], WHOLE)
     if WEIGHTED:
         x = x.to(tl.float32) * weight[:, None]
-    return x.to(dtype)
+    return converted(x, dtype)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, sum_of_results
 from custom_ops.kernels.combine import combine_step
 from custom_ops.kernels.configs import FewConfig
-from custom_ops.kernels.device import wait_for_previous
+from custom_ops.kernels.device import converted, wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Constant, Step, WorkspacePointer
@@ -112,7 +112,7 @@ def few_up_kernel(
             if WEIGHT_ON_INPUT:
                 x = x.to(tl.float32) * weight
             w = weights_at(w1_ptr, place, n, start, in_n, None, F, D, BLOCK_K, W1_TRANSPOSED)
-            products += w * x.to(dtype).to(tl.float32)
+            products += w * converted(x, dtype).to(tl.float32)
         else:
             products += packed_products(
                 w1_ptr,

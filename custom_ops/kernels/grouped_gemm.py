@@ -21,7 +21,7 @@ from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import GemmConfig, estimated_registers
-from custom_ops.kernels.device import load_block, wait_for_previous
+from custom_ops.kernels.device import converted, load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, E, H, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, Buffer, KernelSpec, Step
@@ -251,7 +251,7 @@ def expert_up_kernel(
                 SCALE_K,
                 ONE_ZERO_POINT,
             )
-            z = _add_product(x.to(dtype), w, z, SWAPPED, PRECISION)
+            z = _add_product(converted(x, dtype), w, z, SWAPPED, PRECISION)
         z = z.T if SWAPPED else z
 
         if PERSISTENT:

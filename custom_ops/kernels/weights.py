@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.kernels.arguments import weights_pointer
-from custom_ops.kernels.device import load_block
+from custom_ops.kernels.device import converted, load_block
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, TensorMap, TensorPointer
 from custom_ops.packed_weights import ENCODINGS
@@ -420,7 +420,7 @@ def packed_products(
             x = one.to(tl.int32).to(x_ptr.dtype.scalar.element_ty, bitcast=True)
         if x_weight is not None:
             x = x.to(tl.float32) * x_weight
-        x = x.to(dtype).to(tl.float32)
+        x = converted(x, dtype).to(tl.float32)
         sums += _code_in(packed, i, ELEMENTS) * (x * _x_factor(i, ELEMENTS))
         x_sum += x
     if ELEMENTS == "e4m3":

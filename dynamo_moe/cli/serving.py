@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 import trt_plugin
 from dynamo_moe.cli.common import (
@@ -65,9 +67,14 @@ def triton_model(
         numbers = None if gpus is None else _numbers(gpus)
         if numbers is not None and len(set(numbers)) != (ranks or 0):
             raise UsageError(f"--gpus needs a number for each of --ranks; got {gpus}")
-        files = trt_plugin.write_triton_model(engines, folder, gpus=numbers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            files = trt_plugin.write_triton_model(engines, folder, gpus=numbers)
         if not quiet:
-            Console(stderr=True).print(f"Wrote {files[0].parent}", soft_wrap=True)
+            console = Console(stderr=True)
+            console.print(f"Wrote {files[0].parent}", soft_wrap=True)
+            for warning in caught:
+                console.print(Text(f"note: {warning.message}", style="yellow"), soft_wrap=True)
 
 
 def _numbers(text: str) -> list[int]:

@@ -20,7 +20,9 @@ from benchmarks.gpu.kernel_code import Case, disassemble, in_loops, measure, wor
 from benchmarks.gpu.layers import SHAPES
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
+from custom_ops.kernels.plan import plan
 from standin import ROOT
+from trt_plugin.compiling.specs import parse_spec
 from trt_plugin.compiling.tasks import Compiled, Task, task_for
 from trt_plugin.compiling.workers import compile_tasks
 
@@ -117,6 +119,32 @@ def check_swapped(tasks: list[Task], jobs: int) -> None:
     # Together, since a compiler takes as long to start as to compile two kernels.
     compile_tasks(tasks, jobs, done)
     assert not problems
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "device"),
+    [
+        ("int4", "sm_89"),
+        *(
+            pytest.param(name, device, marks=pytest.mark.every)
+            for name in ("int4", "int8", "mxfp4", "nvfp4", "fp8")
+            for device in ("sm_75", "sm_80", "sm_90", "sm_100")
+        ),
+    ],
+)
+def test_decoding_leaves_room_where_there_are_no_tensor_cores(weight_format, device):
+    """Tokens are float32; the largest tile once lay in local memory."""
+    shape = "experts=8,top_k=2,width=512,hidden=512,dtype=fp32,activation=silu,gated"
+    planned = plan(parse_spec(f"{shape},weight_format={weight_format}"), architecture(device))
+    tasks = [
+        task_for(spec, planned.architecture)
+        for spec in planned.ranges[-1].kernels()
+        if spec.name in ("expert_up_kernel", "expert_down_kernel")
+    ]
+    assert len(tasks) == 2
+    spilled = {}
+    compile_tasks(tasks, 1, lambda task, code: spilled.update({str(task): code.info.local_memory}))
+    assert spilled == {str(task): 0 for task in tasks}
 
 
 DISASSEMBLED = """

@@ -4,8 +4,10 @@ It runs in a process of its own. Arguments: the native library, a layer's bundle
 JSON, TensorRT's module.
 """
 
+import ctypes
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,15 @@ def refusal(call):
     return None
 
 
+# As the Triton Inference Server opens what its option "plugins" names.
+opened = ctypes.CDLL(str(library), os.RTLD_NOW | os.RTLD_LOCAL)
+named = [each.name for each in trt.get_plugin_registry().all_creators]
 registry = trt_plugin.plugin.load()
-report = {"version": trt.__version__, "loaded twice": refusal(trt_plugin.plugin.load)}
+report = {
+    "version": trt.__version__,
+    "loaded twice": refusal(trt_plugin.plugin.load),
+    "of an opened library": [name for name in named if name in trt_plugin.plugin.PLUGINS],
+}
 creators = [
     registry.get_creator(name, version, "")
     for name in trt_plugin.plugin.PLUGINS

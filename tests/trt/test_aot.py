@@ -259,6 +259,33 @@ def test_every_kernel_compiles_and_takes_what_is_passed(name: str, device: str) 
     compile_and_check(replace(planned, ranges=tuple(few)), jobs=1)
 
 
+def compiled(spec: str, device: str, *kernels: str) -> dict[str, Compiled]:
+    """Compiles the first of a layer's kernels of each name."""
+    planned = plan(parse_spec(spec), architecture(device))
+    specs = [spec for each in planned.ranges for spec in each.kernels()]
+    first = [next(spec for spec in specs if spec.name == name) for name in kernels]
+    code = {}
+    tasks = [task_for(spec, planned.architecture) for spec in first]
+    compile_tasks(tasks, 1, lambda task, result: code.update({task.function: result}))
+    return code
+
+
+def test_experts_in_bfloat16_of_tokens_in_float16() -> None:
+    """An architecture without bfloat16 converts through float32."""
+    sizes = "experts=8,top_k=2,width=256,hidden=256"
+    spec = f"{sizes},tokens_dtype=fp16,experts_dtype=bf16,routing_dtype=fp16"
+    compiled(spec, "sm_75", "few_up_kernel", "expert_up_kernel")
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_90"])
+def test_drivers_of_cuda_12_load_what_is_for_hopper(device: str) -> None:
+    """Cubins of CUDA 13 have another ABI, the eighth byte of an ELF file."""
+    spec = "experts=8,top_k=2,width=256,hidden=256,dtype=fp16"
+    [code] = compiled(spec, device, "expert_up_kernel").values()
+    assert code.cubin[:4] == b"\x7fELF"
+    assert code.cubin[7] == 51
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(("name", "device"), sorted(COMBINATIONS | set(ONE_EACH)))
 def test_every_range_of_a_layer_compiles_and_takes_what_is_passed(name: str, device: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +24,19 @@ class Clock:
 
     now = 0.0
     capturing = None
+    stream = None
 
     def __init__(self):
         self.ran: list[tuple[str, bool]] = []
 
+    @contextmanager
+    def on(self, stream):
+        self.stream = stream
+        yield
+        self.stream = None
+
     def run(self, name: str, graph: bool = False) -> None:
+        assert self.stream is not None, "TensorRT waits for the device on the default stream"
         self.ran.append((name, graph))
         self.now += MILLISECONDS[name] / (2 if graph else 1)
 
@@ -101,6 +110,9 @@ def clock(monkeypatch):
         "Event": Event,
         "CUDAGraph": Graph,
         "graph": Capture,
+        "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": lambda: "the default",
+        "stream": clock.on,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return clock

@@ -74,6 +74,12 @@ def test_inputs_stay_where_they_are_if_they_are_aligned(runner):
     assert context.streams == [(7, a.device)]
 
 
+def test_an_output_without_elements_is_somewhere(runner):
+    result = runner(a=aligned(8), b=aligned(0))
+    assert result["y"].shape == (0,)
+    assert runner._context.addresses["y"] != 0
+
+
 def test_what_an_engine_updates_in_place_is_the_input(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(fake_tensorrt.Engine, "aliases", {"y": "b"})
     runner = trt_plugin.Runner(tmp_path / "model.engine")

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from cli_models import error_of, run
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
+from interpreted_gpu import uncompiled_program
+from kernel_runs import layer_of
+from moe_cases import make_case
 from trt_plugin import write_triton_model
+from trt_plugin.bundle import Bundle
+from trt_plugin.native import library_path
 
 pytest_plugins = ("cli_models",)
 
@@ -59,6 +66,24 @@ def test_an_engine_for_each_rank(engines: list[Path], repository: Path) -> None:
     }
     assert (repository / "moe/1/model.plan").readlink() == Path("model.plan.rank0")
     assert [path.name for path in repository.iterdir()] == ["moe"]
+
+
+@pytest.mark.parametrize("has_library", [False, True])
+def test_an_engine_brings_the_plugin_s_library(repository: Path, has_library: bool) -> None:
+    program = uncompiled_program(
+        plan(layer_of(make_case("dropless", (5,), width=16, hidden=24)), architecture("sm_89"))
+    )
+    engine = repository.parent / "moe.engine"
+    library = library_path().read_bytes() if has_library else b""
+    engine.write_bytes(b"a plan" + Bundle((program,)).data + library)
+    result = run("triton-model", str(engine), str(repository / "moe"))
+    assert result.exit_code == 0
+    told = "moe.engine does not hold the plugin's library" in result.stderr
+    assert told != has_library
+    assert (repository / "moe/1/model.plan").read_bytes() == engine.read_bytes()
+    if not has_library:
+        with pytest.warns(UserWarning, match="with_library=True, or --with-library"):
+            write_triton_model([engine], repository / "other")
 
 
 def test_gpus(engines: list[Path], repository: Path) -> None:

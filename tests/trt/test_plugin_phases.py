@@ -597,6 +597,9 @@ def test_a_layer_finds_the_kernels_that_another_stores(driver, tensorrt, tmp_pat
     # TensorRT makes the layers in any order, then contexts; engines are destroyed in any order.
     layers = {i: engine_layer(tensorrt, case, fields[i]) for i in order}
     contexts = [layers[i].attach() for i in order]
+    # TensorRT may ask both at any time.
+    for plugin in (*layers.values(), *contexts):
+        assert plugin.workspace(*profile(case, most=5)) == size
     for context in contexts:
         check(context, case, size)
     assert layers[1].serialize() == fields[1]
@@ -638,9 +641,8 @@ def test_a_layer_of_an_engine_answers_the_builder(driver, tensorrt, tmp_path):
     assert not named.supports_all(other, other_output)
     assert named.configure(inputs, output) == 3
     assert named.workspace(inputs, output) == 0
-    missing, none = tensorrt.messages()
-    assert "stored with another layer of the engine, which is not loaded" in missing
-    assert "configurePlugin() must come first, and succeed" in none
+    for message in tensorrt.messages():
+        assert "stored with another layer of the engine, which is not loaded" in message
     storing = engine_layer(tensorrt, case, fields[0])
     for plugin in (named, storing):
         assert plugin.supports_all(inputs, output)

@@ -72,6 +72,8 @@ def test_the_registry_has_the_creators(version):
     assert rounded == [*dropless, *of_router[True]]
     assert (both, same) == ([*added, *rounded], [experts, offloaded_experts])
     assert {"top_k", "num_experts", "activation", "kernels"} < set(experts)
+    # A library that is opened and not asked for its creators has none there.
+    assert report["of an opened library"] == []
 
 
 @pytest.mark.slow

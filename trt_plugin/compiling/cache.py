@@ -12,7 +12,7 @@ from trt_plugin.compiling.tasks import Compiled, Task
 from trt_plugin.output import write_whole
 
 # Change it when entries, or the way kernels are compiled, change.
-_FORMAT = "1"
+_FORMAT = "2"
 _DIGEST = hashlib.sha256
 _DIGEST_BYTES = 32
 

@@ -18,6 +18,9 @@ _METADATA = (
     *("name", "num_warps", "num_ctas", "shared", "launch_pdl", "launch_cooperative_grid"),
     *("global_scratch_size", "profile_scratch_size", "tensordesc_meta"),
 )
+_HOPPER = 90
+# Triton's variable for the assembler of Hopper and Blackwell.
+_NEWER_ASSEMBLER = "TRITON_PTXAS_BLACKWELL_PATH"
 
 
 def main() -> None:
@@ -43,6 +46,11 @@ def _compile(task: dict[str, Any]) -> dict[str, Any]:
         constexprs=task["constants"],
         attrs={(index,): [["tt.divisibility", 16]] for index in task["aligned"]},
     )
+    # Triton assembles for sm_90 with CUDA 13, whose cubins take driver 580; with its CUDA 12, 525.
+    if task["capability"] == _HOPPER:
+        os.environ[_NEWER_ASSEMBLER] = triton.knobs.nvidia.ptxas.path
+    else:
+        os.environ.pop(_NEWER_ASSEMBLER, None)
     target = GPUTarget("cuda", task["capability"], 32)
     compiled = triton.compile(source, target=target, options=task["options"])
     metadata = {name: getattr(compiled.metadata, name, None) for name in _METADATA}

@@ -110,6 +110,7 @@ class Runner:
                 raise EngineError("an engine of several ranks needs TensorRT 10.16 or later")
         self._communicator = None if group is None else self._join(group)
         self._profile = 0
+        self._nowhere: Any = None
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         modes = {name: self._engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
@@ -145,7 +146,10 @@ class Runner:
         return dtype
 
     def __call__(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """Runs on the current CUDA stream of the inputs' device, which it does not wait for.
+        """Runs on the current CUDA stream of the inputs' device.
+
+        It does not wait for the results. On the default stream, TensorRT itself waits for the
+        device: use another one, as in ``with torch.cuda.stream(torch.cuda.Stream())``, for speed.
 
         Args:
             tensors: Tensors of one CUDA device by the inputs' names, in the engine's dtypes. Those
@@ -251,8 +255,14 @@ class Runner:
             else:
                 shape = tuple(self._context.get_tensor_shape(name))
                 results[name] = torch.empty(shape, dtype=self.dtype(name), device=device)
-            self._context.set_tensor_address(name, results[name].data_ptr())
+            self._context.set_tensor_address(name, self._address(results[name]))
         return results, [*bound.values()]
+
+    def _address(self, output: Tensor) -> int:
+        """Returns where an output lies; one without elements is nowhere, which TensorRT refuses."""
+        if not output.numel() and self._nowhere is None:
+            self._nowhere = output.new_empty(1)
+        return output.data_ptr() or self._nowhere.data_ptr()
 
     def _create_context(self) -> Any:
         if self._cache_path is None:

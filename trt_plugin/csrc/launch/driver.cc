@@ -87,7 +87,8 @@ const char* ResolveAll(void* library, OffloadDriver* driver) {
 Status NoDriver(const std::string& why) {
   return {DYNAMO_MOE_NO_DRIVER,
           Text("the CUDA driver is not available: ", why,
-               "; running kernels needs an NVIDIA GPU and its driver (525 or later)")};
+               "; running kernels needs an NVIDIA GPU and its driver (525 or later, 580 for "
+               "sm_100 and later)")};
 }
 
 // Finds a driver's functions in its library.

@@ -268,7 +268,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
     NodeCall call = {};
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->node, in, inputs, out, outputs, &call));
     if (layer_->bundle == nullptr) {
-      DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+      DYNAMO_MOE_RETURN_IF_ERROR(FindKernels(&kernels_));
       DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
     } else {
       dynamo_moe_layer layer = layer_->attributes;
@@ -292,26 +292,31 @@ std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int
   std::size_t size = 0;
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->node, inputs, outputs));
-    if (kernels_ == nullptr) {
-      return NoKernels();
-    }
-    return kernels_->WorkspaceSize(MostTokens(in[0]), &size);
+    std::shared_ptr<const Kernels> kernels;
+    DYNAMO_MOE_RETURN_IF_ERROR(FindKernels(&kernels));
+    return kernels->WorkspaceSize(MostTokens(in[0]), &size);
   });
   return error == 0 ? size : 0;
 }
 
-Status Plugin::RequireKernels() {
-  if (kernels_ == nullptr && stores_name_) {
-    DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Find(name_.key, &kernels_));
-    if (kernels_ == nullptr || !SameLayer(kernels_->layer(), name_.layer)) {
-      kernels_ = nullptr;
-      return {DYNAMO_MOE_NOT_FOUND,
-              "the kernels are stored with another layer of the engine, which is not loaded: build "
-              "the engine anew with share_kernels=False of build_engine, or --no-share-kernels of "
-              "dynamo-moe engine"};
-    }
+Status Plugin::FindKernels(std::shared_ptr<const Kernels>* kernels) const {
+  if (kernels_ != nullptr) {
+    *kernels = kernels_;
+    return {};
   }
-  return kernels_ != nullptr ? Status() : NoKernels();
+  if (!stores_name_) {
+    return NoKernels();
+  }
+  std::shared_ptr<const Kernels> named;
+  DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Find(name_.key, &named));
+  if (named == nullptr || !SameLayer(named->layer(), name_.layer)) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            "the kernels are stored with another layer of the engine, which is not loaded: build "
+            "the engine anew with share_kernels=False of build_engine, or --no-share-kernels of "
+            "dynamo-moe engine"};
+  }
+  *kernels = std::move(named);
+  return {};
 }
 
 Status Plugin::RequireCache() {
@@ -328,7 +333,7 @@ std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inpu
   return Guard(layer_->subject.c_str(), [&]() -> Status {
     NodeCall call = {};
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->node, in, inputs, out, outputs, &call));
-    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    DYNAMO_MOE_RETURN_IF_ERROR(FindKernels(&kernels_));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
     // Does nothing if the kernels are already loaded. enqueue() is too late: it may be captured.
@@ -351,7 +356,7 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
                              const void* const* inputs, void* const* outputs, void* workspace,
                              cudaStream_t stream) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    DYNAMO_MOE_RETURN_IF_ERROR(FindKernels(&kernels_));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
     const PluginTensorDesc& x = input_descriptions[0];
     return kernels_->Enqueue(Tokens(DescriptionOf(x.dims, x.type)),
@@ -367,7 +372,7 @@ nvinfer1::IPluginV3* Plugin::attachToContext(
     return copy;
   }
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(copy->RequireKernels());
+    DYNAMO_MOE_RETURN_IF_ERROR(copy->FindKernels(&copy->kernels_));
     return copy->RequireCache();
   });
   if (error == 0) {
@@ -391,7 +396,7 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   serialized_.fields = fields_.data();
   Guard(layer_->subject.c_str(), [&]() -> Status {
     if (!stores_name_) {
-      DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+      DYNAMO_MOE_RETURN_IF_ERROR(FindKernels(&kernels_));
       name_ = {kernels_->layer(), kernels_->key()};
     }
     const bool named =

@@ -109,8 +109,8 @@ class Plugin final : public nvinfer1::IPluginV3,
   Plugin(const Plugin&) = default;
 
   bool HasKernels(const NodeCall& call, std::int32_t position) const;
-  // Finds the kernels of a layer whose engine stores them with another layer.
-  Status RequireKernels();
+  // Returns the layer's kernels, or those that its engine stores with another layer.
+  Status FindKernels(std::shared_ptr<const Kernels>* kernels) const;
   // Opens the cache of an offloaded layer's experts.
   Status RequireCache();
   bool IsOffloaded() const { return layer_->attributes.resident_experts != 0; }
