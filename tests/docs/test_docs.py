@@ -2,7 +2,8 @@
 
 The ``python`` blocks of a page run in order in one namespace; a block that begins with the comment
 ``# name.py`` becomes that file. A ``text`` block is the output of the block before it. Functions
-named ``test_*`` are called, as pytest would. In ``console`` blocks, ``dynamo-moe`` commands run. A
+named ``test_*`` are called, as pytest would. In ``console`` blocks, ``dynamo-moe`` commands run
+and print what is shown. A
 ``py`` or ``cpp`` block that begins with the comment ``# path/in/repository`` quotes lines of that
 file.
 """
@@ -38,6 +39,7 @@ SLOW = {
 }
 
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<content>.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^\$ dynamo-moe (.*)\n((?:[^$\n].*\n|\n)*)", re.MULTILINE)
 FILE = re.compile(r"# (\S+\.py)\n")
 # What may differ between runs or machines: errors, times, versions.
 VARYING = re.compile(r"\d\.\d+e[-+]\d\d|\d+\.\d s|(?<=ONNX Runtime )[\d.]+|(?<=pytorch )[\d.+\w]+")
@@ -57,10 +59,12 @@ def matches(printed: str, shown: str) -> bool:
 
 
 def run_commands(content: str) -> None:
-    """Runs the lines ``$ dynamo-moe ...``."""
-    for line in re.findall(r"^\$ dynamo-moe (.*)$", content, re.MULTILINE):
+    """Runs the lines ``$ dynamo-moe ...``; what is shown below one is what it prints."""
+    for line, shown in COMMAND.findall(content):
         result = CliRunner().invoke(app, shlex.split(line))
         assert result.exit_code == 0, f"{line}: {result.output}"
+        if shown:
+            assert matches(result.output, shown), f"shown:\n{shown}\nprinted:\n{result.output}"
 
 
 @pytest.fixture
