@@ -54,13 +54,19 @@ class LauncherError(RuntimeError):
         self.message = message
 
 
-def library_path() -> Path:
+def library_path(*, self_registering: bool = False) -> Path:
     """Returns the native library's file.
+
+    Args:
+        self_registering: Whether of the small one beside it, which registers the plugins with
+            TensorRT when it is opened. TensorRT itself has to be in the process, or where the
+            loader of libraries finds it.
 
     Raises:
         FileNotFoundError: If it is missing: it is built with the wheel, on Linux.
     """
-    path = Path(str(files("trt_plugin") / "libdynamo_moe.so"))
+    name = "libdynamo_moe_self_registering.so" if self_registering else "libdynamo_moe.so"
+    path = Path(str(files("trt_plugin") / name))
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist: bundles are read and kernels launched by the native library, "

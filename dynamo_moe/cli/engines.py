@@ -249,10 +249,20 @@ def bench_engine(
 
 
 @app.command(rich_help_panel=ENGINES)
-def plugin_path(debug: Debug = False) -> None:
+def plugin_path(
+    self_registering: Annotated[
+        bool,
+        typer.Option(
+            "--self-registering",
+            help="For programs that only open a plugin's library: the Triton Inference Server, "
+            "Polygraphy, trtexec --staticPlugins.",
+        ),
+    ] = False,
+    debug: Debug = False,
+) -> None:
     """Print where the TensorRT plugin's library is, as for trtexec --dynamicPlugins."""
     with failures(debug):
-        typer.echo(trt_plugin.library_path())
+        typer.echo(trt_plugin.library_path(self_registering=self_registering))
 
 
 def _outputs(files: Sequence[Path], out: Path | None, *, ranks: bool) -> list[Path]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 import trt_plugin
 from dynamo_moe.cli.common import (
@@ -67,14 +65,22 @@ def triton_model(
         numbers = None if gpus is None else _numbers(gpus)
         if numbers is not None and len(set(numbers)) != (ranks or 0):
             raise UsageError(f"--gpus needs a number for each of --ranks; got {gpus}")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            files = trt_plugin.write_triton_model(engines, folder, gpus=numbers)
+        files = trt_plugin.write_triton_model(engines, folder, gpus=numbers)
         if not quiet:
             console = Console(stderr=True)
             console.print(f"Wrote {files[0].parent}", soft_wrap=True)
-            for warning in caught:
-                console.print(Text(f"note: {warning.message}", style="yellow"), soft_wrap=True)
+            if any(_needs_library(file) for file in engines):
+                library = trt_plugin.library_path(self_registering=True)
+                console.print(
+                    f"Start the server with --backend-config=tensorrt,plugins={library}",
+                    soft_wrap=True,
+                )
+
+
+def _needs_library(engine: Path) -> bool:
+    """Whether an engine has layers of the plugin, and not its library."""
+    contents = trt_plugin.read_engine(engine)
+    return bool(contents.programs) and contents.library is None
 
 
 def _numbers(text: str) -> list[int]:

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("custom_ops", "dynamo_moe", "trt_plugin")
-LIBRARY = "trt_plugin/libdynamo_moe.so"
+LIBRARIES = {"trt_plugin/libdynamo_moe.so", "trt_plugin/libdynamo_moe_self_registering.so"}
 
 # Runs in the clean environment, in a folder outside the checkout.
 SMOKE_TEST = """
@@ -77,7 +77,7 @@ def check_sdist(sdist: Path) -> None:
 def check_wheel(wheel: Path) -> None:
     expected = sources()
     if sys.platform == "linux":
-        expected.add(LIBRARY)
+        expected |= LIBRARIES
     names = {name for name in contents(wheel) if ".dist-info/" not in name}
     if names != expected:
         fail("the wheel has other files than the packages have", sorted(names ^ expected))

@@ -4,10 +4,8 @@ It runs in a process of its own. Arguments: the native library, a layer's bundle
 JSON, TensorRT's module.
 """
 
-import ctypes
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,13 @@ import trt_plugin.plugin
 trt: Any = importlib.import_module(sys.argv[4])
 library, bundle = map(Path, sys.argv[1:3])
 attributes = json.loads(sys.argv[3]) | {"kernels": str(bundle)}
-trt_plugin.plugin.library_path = lambda: library
+
+
+def library_path(*, self_registering: bool = False) -> Path:
+    return library
+
+
+trt_plugin.plugin.library_path = library_path
 kept: list[Any] = []
 messages: list[str] = []
 
@@ -60,15 +64,8 @@ def refusal(call):
     return None
 
 
-# As the Triton Inference Server opens what its option "plugins" names.
-opened = ctypes.CDLL(str(library), os.RTLD_NOW | os.RTLD_LOCAL)
-named = [each.name for each in trt.get_plugin_registry().all_creators]
 registry = trt_plugin.plugin.load()
-report = {
-    "version": trt.__version__,
-    "loaded twice": refusal(trt_plugin.plugin.load),
-    "of an opened library": [name for name in named if name in trt_plugin.plugin.PLUGINS],
-}
+report = {"version": trt.__version__, "loaded twice": refusal(trt_plugin.plugin.load)}
 creators = [
     registry.get_creator(name, version, "")
     for name in trt_plugin.plugin.PLUGINS

@@ -15,8 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "trt_plugin" / "csrc"
-#: The native library's; abi_check.cc is a program, which compares with headers that are not here.
-SOURCES = sorted(path for path in CSRC.rglob("*.cc") if path.name != "abi_check.cc")
+# A program, which compares with headers that are not here, and a library of its own.
+_APART = ("abi_check.cc", "self_registering.cc")
+#: The native library's.
+SOURCES = sorted(path for path in CSRC.rglob("*.cc") if path.name not in _APART)
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
 

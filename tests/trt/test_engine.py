@@ -99,6 +99,9 @@ def test_the_librarys_place_is_told():
     code, out, _ = run("plugin-path")
     assert code == 0
     assert out.strip() == str(trt_plugin.library_path())
+    code, out, _ = run("plugin-path", "--self-registering")
+    assert code == 0
+    assert out.strip() == str(trt_plugin.library_path(self_registering=True))
 
 
 def test_the_thread_that_parses_is_given_the_bundle(tensorrt, given_kernels, tmp_path, monkeypatch):

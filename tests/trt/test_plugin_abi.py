@@ -62,7 +62,7 @@ def test_differences_are_found(sdk, tmp_path):
         (tmp_path / "plugin" / "tensorrt_abi.h").write_text(declaration.replace(old, new))
         source = tmp_path / "abi_check.cc"
         source.write_text((CSRC / "plugin" / "abi_check.cc").read_text())
-        options = ("-std=c++17", f"-I{tmp_path}", *sdk)
+        options = ("-std=c++17", f"-I{tmp_path}", f"-I{CSRC}", *sdk)
         command = ["g++", *options, str(source), "-o", str(tmp_path / "check")]
         subprocess.run(command, check=True)
         done = subprocess.run([tmp_path / "check"], capture_output=True, text=True, check=False)

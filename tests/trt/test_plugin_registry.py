@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from ctypes.util import find_library
 from functools import cache
 from pathlib import Path
 
@@ -72,8 +73,52 @@ def test_the_registry_has_the_creators(version):
     assert rounded == [*dropless, *of_router[True]]
     assert (both, same) == ([*added, *rounded], [experts, offloaded_experts])
     assert {"top_k", "num_experts", "activation", "kernels"} < set(experts)
-    # A library that is opened and not asked for its creators has none there.
-    assert report["of an opened library"] == []
+
+
+# As the Triton Inference Server opens what its option "plugins" names.
+OPEN = """
+import ctypes, importlib, os, sys
+trt = importlib.import_module(sys.argv[2]) if len(sys.argv) > 2 else None
+ctypes.CDLL(sys.argv[1], os.RTLD_NOW | os.RTLD_LOCAL)
+for creator in trt.get_plugin_registry().all_creators if trt else ():
+    if creator.name.startswith("Dropless"):
+        print(creator.name, creator.plugin_version)
+"""
+
+
+def opened(version: str, library: Path, *module: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", OPEN, str(library), *module],
+        env=environment(version),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", LEAN)
+def test_a_library_that_is_only_opened(version):
+    assert opened(version, library_path(), "tensorrt_lean_bindings").stdout == ""
+    done = opened(version, library_path(self_registering=True), "tensorrt_lean_bindings")
+    names = [f"{name}{packed}" for name in REGISTERED for packed in ("", "Packed")]
+    registered = [f"{name} {number}" for name in names for number in "1234"]
+    assert sorted(done.stdout.splitlines()) == sorted(registered)
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(find_library("nvinfer") is not None, reason="the loader finds TensorRT")
+def test_a_library_that_finds_no_tensorrt(tmp_path):
+    done = opened(LEAN[0], library_path(self_registering=True))
+    assert done.stderr == (
+        "libdynamo_moe_self_registering.so: TensorRT is neither in this process nor where the "
+        "loader looks for libraries; no plugin is registered\n"
+    )
+    alone = tmp_path / "libdynamo_moe_self_registering.so"
+    alone.write_bytes(library_path(self_registering=True).read_bytes())
+    done = opened(LEAN[0], alone, "tensorrt_lean_bindings")
+    assert done.stdout == ""
+    assert f"TensorRT does not load {tmp_path / 'libdynamo_moe.so'}" in done.stderr
 
 
 @pytest.mark.slow

@@ -9,11 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-
-from trt_plugin.engine.engine_file import read_engine
 
 _CONFIG = 'platform: "tensorrt_plan"\nmax_batch_size: 0\n'
 _RANKS = """\
@@ -43,11 +40,6 @@ def write_triton_model(
     Returns:
         The files.
 
-    Warns:
-        UserWarning: If an engine has the plugin's layers but not its library. The server's backend
-            opens the libraries that its option ``plugins`` names, but does not ask them for their
-            plugins as ``loadLibrary`` does, so an engine has to bring this one itself.
-
     Raises:
         ValueError: If there is no engine, or ``gpus`` are not one for each of several ranks.
         FileNotFoundError: If an engine or the repository does not exist.
@@ -62,24 +54,16 @@ def write_triton_model(
         raise ValueError(f"gpus must be one for each of several ranks; got {list(gpus)}")
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
-    contents = [read_engine(engine) for engine in engines]
-    for engine in contents:
-        if engine.programs and engine.library is None:
-            warnings.warn(
-                f"{engine.path} does not hold the plugin's library, and the server finds the "
-                "plugin nowhere else: build it with with_library=True, or --with-library",
-                stacklevel=2,
-            )
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as part:
         model = Path(part) / folder.name
         version = model / "1"
         version.mkdir(parents=True)
         if ranks == 1:
-            shutil.copyfile(contents[0].path, version / "model.plan")
+            shutil.copyfile(engines[0], version / "model.plan")
             config = _CONFIG
         else:
-            for rank, engine in enumerate(contents):
-                shutil.copyfile(engine.path, version / f"model.plan.rank{rank}")
+            for rank, engine in enumerate(engines):
+                shutil.copyfile(engine, version / f"model.plan.rank{rank}")
             (version / "model.plan").symlink_to("model.plan.rank0")
             numbers = range(ranks) if gpus is None else gpus
             config = _CONFIG + _RANKS.format(gpus=",".join(map(str, numbers)))

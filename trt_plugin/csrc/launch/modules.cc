@@ -121,7 +121,8 @@ Status LoadedKernels::LoadKernel(const Program& program, const format::Kernel& k
   cuda::Module module = nullptr;
   cuda::Result result = driver_.module_load_data(&module, program.image(kernel));
   if (result != cuda::kSuccess) {
-    const Status failed = cuda::Failure(driver_, result, Text("kernel ", name, ": cuModuleLoadData"));
+    const Status failed =
+        cuda::Failure(driver_, result, Text("kernel ", name, ": cuModuleLoadData"));
     if (result == cuda::kOutOfMemory) {
       return failed;
     }

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "plugin/registry_abi.h"
 #include "plugin/tensorrt_abi.h"
 
 namespace {
@@ -166,6 +167,12 @@ void CheckInterfaces() {
   SAME_SLOT(IPluginCreatorV3One, getPluginNamespace);
 }
 
+void CheckRegistry() {
+  Same("slot of IPluginRegistry::loadLibrary",
+       dynamo_moe::plugin::LoadLibrarySlot(NV_TENSORRT_MAJOR),
+       SlotOf(&nvinfer1::IPluginRegistry::loadLibrary));
+}
+
 void CheckLoggers() {
 #if NV_TENSORRT_MAJOR == 10
   namespace loggers = dynamo_moe::tensorrt::v10;
@@ -190,6 +197,7 @@ int main() {
   CheckRecords();
   CheckValues();
   CheckInterfaces();
+  CheckRegistry();
   CheckLoggers();
   std::printf("TensorRT %d.%d: %d of %d checks differ\n", NV_TENSORRT_MAJOR, NV_TENSORRT_MINOR,
               differences, checks);
