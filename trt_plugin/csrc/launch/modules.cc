@@ -121,13 +121,12 @@ Status LoadedKernels::LoadKernel(const Program& program, const format::Kernel& k
   cuda::Module module = nullptr;
   cuda::Result result = driver_.module_load_data(&module, program.image(kernel));
   if (result != cuda::kSuccess) {
+    const char* const hint = result == cuda::kOutOfMemory
+                                 ? ""
+                                 : "; the driver must be 525 or later, 580 for sm_100 and later";
     const Status failed =
         cuda::Failure(driver_, result, Text("kernel ", name, ": cuModuleLoadData"));
-    if (result == cuda::kOutOfMemory) {
-      return failed;
-    }
-    return {failed.code(),
-            Text(failed.message(), "; the driver must be 525 or later, 580 for sm_100 and later")};
+    return {failed.code(), Text(failed.message(), hint)};
   }
   modules_.push_back(module);
   cuda::Function function = nullptr;

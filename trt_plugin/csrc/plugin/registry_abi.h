@@ -13,9 +13,9 @@ constexpr int LoadLibrarySlot(std::int32_t major) { return major < 11 ? 10 : 6; 
 //
 // version is that of getInferLibVersion(), 101601 for 10.16.1. Returns the library's handle, null
 // if TensorRT refuses it.
-inline void* LoadLibrary(void* registry, std::int32_t version, const char* path) {
-  using Function = void* (*)(void* registry, const char* path);
-  const auto* const table = *static_cast<void* const* const*>(registry);
+inline void* LoadLibrary(const void* registry, std::int32_t version, const char* path) {
+  using Function = void* (*)(const void* registry, const char* path);
+  void* const* const table = *static_cast<void* const* const*>(registry);
   return reinterpret_cast<Function>(table[LoadLibrarySlot(version / 10000)])(registry, path);
 }
 

@@ -33,6 +33,7 @@ const char* NameOf(const char* path) {
 }
 
 // Called for each library of the process until it returns other than 0.
+// NOLINTNEXTLINE(misc-const-correctness): the C library declares it so.
 int OpenRuntime(dl_phdr_info* library, std::size_t /*size*/, void* handle) {
   for (const char* const runtime : kRuntimes) {
     if (std::strncmp(NameOf(library->dlpi_name), runtime, std::strlen(runtime)) == 0) {
@@ -56,21 +57,25 @@ void* TensorRT() {
   Dl_info own = {};
   char path[4096];
   if (dladdr(reinterpret_cast<void*>(&Register), &own) == 0 || own.dli_fname == nullptr) {
-    return Say("its own path is not known", "");
+    Say("its own path is not known", "");
+    return;
   }
   const auto folder = static_cast<int>(NameOf(own.dli_fname) - own.dli_fname);
   const int size = std::snprintf(path, sizeof(path), "%.*s%s", folder, own.dli_fname, kLibrary);
   if (size < 0 || static_cast<std::size_t>(size) >= sizeof(path)) {
-    return Say("its own path is too long: ", own.dli_fname);
+    Say("its own path is too long: ", own.dli_fname);
+    return;
   }
   void* const runtime = TensorRT();
   if (runtime == nullptr) {
-    return Say("TensorRT is neither in this process nor where the loader looks for libraries", "");
+    Say("TensorRT is neither in this process nor where the loader looks for libraries", "");
+    return;
   }
   const auto version = reinterpret_cast<std::int32_t (*)()>(dlsym(runtime, "getInferLibVersion"));
   const auto registry = reinterpret_cast<void* (*)()>(dlsym(runtime, "getPluginRegistry"));
   if (version == nullptr || registry == nullptr) {
-    return Say("TensorRT has no registry", "");
+    Say("TensorRT has no registry", "");
+    return;
   }
   if (dynamo_moe::plugin::LoadLibrary(registry(), version(), path) == nullptr) {
     Say("TensorRT does not load ", path);
