@@ -32,6 +32,7 @@ from custom_ops.options import (
     RouterOptions,
 )
 from custom_ops.routing import route_backward
+from custom_ops.tangents import check_no_tangents
 
 _OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
@@ -100,6 +101,7 @@ def dropless(
     Raises:
         ValueError: If a shape, device or option does not fit.
         TypeError: If a dtype is not supported.
+        NotImplementedError: If forward-mode derivatives are taken, as in ``torch.func.jvp``.
 
     Example:
         >>> import torch
@@ -109,6 +111,7 @@ def dropless(
         torch.Size([2, 5, 4])
     """
     check_keywords(dropless, {**options})
+    check_no_tangents(x, router_weight, w1, w2)
     result: Tensor = torch.ops.moe.dropless(
         x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )

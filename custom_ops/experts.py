@@ -21,6 +21,7 @@ from custom_ops._library import (
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.offload import calls as offload_calls
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
+from custom_ops.tangents import check_no_tangents
 
 _ARGUMENTS = (
     "Tensor x, Tensor expert_ids, Tensor expert_weights, "
@@ -74,6 +75,7 @@ def experts(
         ValueError: If a shape, device or option does not fit, or an id lies outside ``-1..E-1``
             (ids are looked at on the CPU only; on other devices such an id is undefined).
         TypeError: If a dtype is not supported.
+        NotImplementedError: If forward-mode derivatives are taken, as in ``torch.func.jvp``.
 
     Example:
         >>> import torch
@@ -83,6 +85,7 @@ def experts(
         torch.Size([5, 4])
     """
     check_keywords(experts, {**options})
+    check_no_tangents(x, expert_weights, w1, w2)
     result: Tensor = torch.ops.moe.experts(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
     return result
 

@@ -40,6 +40,7 @@ from custom_ops.options import (
 )
 from custom_ops.packed_weights import PackedMatrices, PackedWeight, encoding_of
 from custom_ops.routing import route, route_backward
+from custom_ops.tangents import check_no_tangents
 from custom_ops.weight_formats import GLOBAL_SCALES, STORED_SUFFIXES, ZERO_POINTS
 
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
@@ -138,6 +139,7 @@ def experts_packed(
         torch.Size([5, 32])
     """
     check_keywords(experts_packed, {**options})
+    check_no_tangents(x, expert_weights)
     result: Tensor = torch.ops.moe.experts_packed(
         x, expert_ids, expert_weights, w1, w2, w1_scales, w2_scales,
         w1_zero_points, w2_zero_points, w1_global_scales, w2_global_scales, b1, b2,
@@ -197,6 +199,7 @@ def dropless_packed(
         TypeError: If a dtype is not supported.
     """
     check_keywords(dropless_packed, {**options})
+    check_no_tangents(x, router_weight)
     result: Tensor = torch.ops.moe.dropless_packed(
         x, router_weight, w1, w2, w1_scales, w2_scales, top_k,
         w1_zero_points, w2_zero_points, w1_global_scales, w2_global_scales,

@@ -17,6 +17,7 @@ from custom_ops import _cuda
 from custom_ops._checks import check_rms_norm
 from custom_ops._library import LIBRARY
 from custom_ops.dtypes import accumulation_dtype
+from custom_ops.tangents import check_no_tangents
 
 LIBRARY.define(
     "rms_norm(Tensor x, Tensor weight, float eps=1e-6, *, "
@@ -58,6 +59,7 @@ def rms_norm(
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
+    check_no_tangents(x, weight)
     result: Tensor = torch.ops.moe.rms_norm(
         x, weight, eps, weight_plus_one=weight_plus_one, round_before_weight=round_before_weight
     )

@@ -207,8 +207,10 @@ def export(
         raise ValueError(f"ranks must be an integer of at least 1, got {ranks!r}")
     check_plan(plan)
     _check_split(split_axes, plan, ranks, input_names, output_names)
-    for file in [path] if ranks is None else [rank_path(path, rank) for rank in range(ranks)]:
-        model_files.check_destination(file)
+    if ranks is None:
+        path = model_files.destination(path)
+    for rank in range(ranks or 0):
+        model_files.destination(rank_path(path, rank))
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple):

@@ -18,6 +18,7 @@ import numpy as np
 from dynamo_moe.files import model_parts
 from dynamo_moe.files.cache_entries import KEY, PAST_LENGTH, CacheEntry, loads
 from dynamo_moe.files.model_parts import FILES, GRID, files_in, grid_positions
+from dynamo_moe.session_entries import keep_tokens
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -154,6 +155,7 @@ def _session(
         return path
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    keep_tokens(options)
     return onnxruntime.InferenceSession(
         os.fspath(path), options, providers=["CPUExecutionProvider"]
     )

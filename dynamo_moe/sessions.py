@@ -11,6 +11,7 @@ from dynamo_moe.files import rank_files
 from dynamo_moe.files.library_operators import library, operator_nodes, take_operators
 from dynamo_moe.files.model_files import load_graph
 from dynamo_moe.moe_nodes.nodes import OFFLOADED_DOMAIN
+from dynamo_moe.session_entries import keep_tokens
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -42,7 +43,9 @@ def session(
         path: The file, as :func:`dynamo_moe.export` writes it with the target ``plugin``. One with
             another target has no such nodes, and opens as in ONNX Runtime.
         options: Options of the session, to which the library is added. A set of options takes the
-            library once.
+            library once. Products of packed linear layers read tokens as they are, as in
+            :func:`verify`; with the entry ``session.qdq_matmulnbits_accuracy_level`` of 4, which is
+            ONNX Runtime's own default, they round them to 8 bits and may be faster.
         providers: ONNX Runtime's execution providers, those that are preferred first. The operators
             are for ``CPUExecutionProvider`` and, from ONNX Runtime 1.18 on,
             ``CUDAExecutionProvider``.
@@ -72,6 +75,7 @@ def session(
     if kernels is not None:
         _need_provider("kernels", providers)
         options.add_session_config_entry(_KERNELS, str(Path(kernels).resolve(strict=True)))
+    keep_tokens(options)
     options.register_custom_ops_library(library())
     if not take_operators(model):
         return onnxruntime.InferenceSession(os.fspath(path), options, providers=list(providers))

@@ -120,7 +120,7 @@ def export_training(
     reason = gradients.missing()
     if reason is not None:
         raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")
-    model_files.check_destination(path)
+    path = model_files.destination(path)
     args, labels = ((value,) if isinstance(value, Tensor) else value for value in (args, labels))
     together = _WithLoss(model, loss, len(args), len(labels))
     with exporting.progressing(progress, path) as progressed:

@@ -11,11 +11,17 @@ if TYPE_CHECKING:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file beside its place and renames it: a reader never sees a part.
+    """Writes a file beside its place, or where a link leads, and renames it.
+
+    A reader never sees a part.
 
     Raises:
+        FileExistsError: If there is a device or the like, which the file would replace.
         OSError: If it cannot be written.
     """
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no file, and would be replaced by one; name another")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         beside = Path(folder) / path.name
         beside.write_bytes(content)

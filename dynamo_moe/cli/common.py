@@ -116,6 +116,8 @@ def need_writable(path: Path) -> None:
     """Raises a :class:`UsageError` if no file can be written there."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a file to write")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is no file, and would be replaced by one: name another")
     if not path.parent.is_dir():
         raise UsageError(f"no such folder: {path.parent}")
     if not os.access(path.parent, os.W_OK):

@@ -49,7 +49,12 @@ def convert(
     choices or a LoRA of its experts, has no part in what it computes in evaluation. Frozen weights
     that lie otherwise than the operator takes them are copied at a module's first call, and again
     once PyTorch counts a change of them. Through ``.data`` it counts none: write ``p.mul_(decay)``
-    under ``torch.no_grad()``, not ``p.data.mul_(decay)``.
+    under ``torch.no_grad()``, not ``p.data.mul_(decay)``. That call also turns parameters of
+    experts that are modules into views of one tensor: ``safetensors.torch.save_file`` of the state
+    dict takes them, ``save_model`` only those of ``copy.deepcopy(model)``.
+
+    What a module computes is compared in float32 on random tokens, finite and not zero. Code of its
+    own for half precision, for NaN or for tokens of zeros is not seen, and has no part either.
 
     Experts of transformers' models stay the modules they are, and so do their routers: the experts
     implementation ``"dynamo_moe"`` is registered with transformers and selected.

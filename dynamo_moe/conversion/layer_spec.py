@@ -9,6 +9,7 @@ Legend: T tokens, D model width, E experts, K choices.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
+from custom_ops.tangents import has_tangents
 from dynamo_moe import local_experts, packed_experts, pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
 from dynamo_moe.conversion.other_arguments import OtherTensor, is_plain
@@ -298,9 +300,12 @@ class ConvertedLayer(ConvertedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the arguments of the original's forward, and returns the same.
 
-        In training, and for calls unlike those compared, the original's forward computes.
+        In training, for calls unlike those compared and for forward-mode derivatives, the
+        original's forward computes.
         """
         call = None if self.training else self._dynamo_moe_spec.call(args, kwargs)
+        if call is not None and has_tangents(call[0], *itertools.islice(self.parameters(), 1)):
+            return self.own_forward(*args, **kwargs)
         if call is not None:
             return self._dynamo_moe_spec(self, *call, self._dynamo_moe_weights)
         is_sharded = local_experts.of(self) is not None

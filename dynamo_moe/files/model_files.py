@@ -25,17 +25,22 @@ EXTERNAL_DATA_LIMIT = 2**31 - 2**26
 _SMALL = 256
 
 
-def check_destination(path: Path) -> None:
-    """Checks that a file can stand at ``path``.
+def destination(path: Path) -> Path:
+    """Returns where a file for ``path`` is written: there, or where a link leads.
 
     Raises:
         FileNotFoundError: If its folder does not exist.
         IsADirectoryError: If it is a folder itself.
+        FileExistsError: If it is a device or the like, which a file would replace.
     """
+    path = path.resolve() if path.is_symlink() else path
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no file, and would be replaced by one; name another")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into")
+    return path
 
 
 def model_bytes(model: ir.Model) -> int:

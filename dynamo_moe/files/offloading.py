@@ -24,7 +24,7 @@ from custom_ops.offload.weight_source import ALIGNMENT, SUFFIX, WeightSource
 from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.files.experts_file import ExpertsFile, Progress, write_experts
 from dynamo_moe.files.kernel_layers import inlined_model, kernel_layers_of
-from dynamo_moe.files.model_files import check_destination, load_graph, save_model
+from dynamo_moe.files.model_files import destination, load_graph, save_model
 from dynamo_moe.files.offload_report import OffloadedLayer, OffloadReport
 from dynamo_moe.files.resident_experts import ExpertSizes, choose
 from dynamo_moe.moe_nodes.nodes import (
@@ -86,7 +86,6 @@ def offload_file(
             kernels for; a layer has fewer experts, or less than one fits; or a weight cannot leave
             the network, as it is computed or used elsewhere.
     """
-    check_destination(Path(output))
     return offload_graph(
         load_graph(path),
         Path(path),
@@ -112,7 +111,7 @@ def offload_graph(
 ) -> OffloadReport:
     """As :func:`offload_file`, of a file that is read already, without its external data."""
     file = Path(weights) if weights else output.with_name(f"{output.name}.experts.safetensors")
-    check_destination(output)
+    output = destination(output)
     # Says what there are no kernels for before gigabytes are copied.
     kernel_layers_of(stored)
     model = inlined_model(stored)

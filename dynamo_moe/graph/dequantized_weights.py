@@ -41,6 +41,8 @@ _TYPES = {
     "int8": (ir.DataType.INT8, 13),
     "fp8": (ir.DataType.FLOAT8E4M3FN, 19),
 }
+# The first opset with scales in half precision.
+_HALF_SCALES = 19
 # Fewer columns to a scale would need as many scales as values.
 _LEAST_DEPTH = 8
 # Rows of a matrix that are transposed at a time.
@@ -50,7 +52,7 @@ _PANEL_ROWS = 1024
 def opset_of(lazies: Lazies) -> int:
     """Returns the opset that a model's packed matrices need; 0 if it has none."""
     found = packed_matrices(lazies)
-    return max((_opset_of(name, packed.scales.shape[1]) for name, packed in found), default=0)
+    return max((_opset_of(name, packed.scales) for name, packed in found), default=0)
 
 
 def dequantize_weights(model: ir.Model, product: ForeignOperator | None = None) -> set[str]:
@@ -153,7 +155,7 @@ def _check(matrix: PackedMatrix, opset: int) -> None:
         LeftError: If it does not.
     """
     encoding = matrix.encoding
-    if _opset_of(encoding, matrix.packed.scales.shape[1]) > opset:
+    if _opset_of(encoding, matrix.packed.scales) > opset:
         raise LeftError(f"opset {opset} has no DequantizeLinear of {encoding}, but {OPSET} has")
     if matrix.depth < _LEAST_DEPTH:
         raise LeftError(f"fewer than {_LEAST_DEPTH} columns would share a scale")
@@ -161,9 +163,12 @@ def _check(matrix: PackedMatrix, opset: int) -> None:
         raise LeftError("a byte has two rows' numbers, and their number is odd")
 
 
-def _opset_of(encoding: str, of_columns: int) -> int:
-    """Returns the first opset whose DequantizeLinear reads a matrix, of so many scales to a row."""
-    return _TYPES[encoding][1] if of_columns == 1 else OPSET
+def _opset_of(encoding: str, scales_RC: Tensor) -> int:
+    """Returns the first opset whose DequantizeLinear reads a matrix with these scales."""
+    if scales_RC.shape[1] > 1:
+        return OPSET
+    _, opset = _TYPES[encoding]
+    return opset if scales_RC.dtype == torch.float32 else max(opset, _HALF_SCALES)
 
 
 def _initializers(name: str, matrix: PackedMatrix) -> list[ir.Value]:

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from dynamo_moe.evaluation import check_model
+from dynamo_moe.evaluation import check_model, unwrapped
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
 from dynamo_moe.files import cache_entries, library_operators, model_files, model_parts
@@ -144,6 +144,7 @@ def export_language_model(
         ExportError: If PyTorch's exporter cannot take the model.
     """
     check_model(model)
+    model = cast("PreTrainedModel", unwrapped(model))
     if options.get("ranks") is not None and (folder is not None or task in PARTS):
         what = f"task {task!r}" if folder is None else f"a folder for {folder!r}"
         raise ValueError(f"{what} has files for one device: it takes no ranks")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dynamo_moe.modules import ParameterCache
 from dynamo_moe.private.pytorch import attributes_of
 
 _PLAIN = (
@@ -65,6 +66,8 @@ class PlainValues:
             return value
         if issubclass(kind, Tensor):
             return None
+        if issubclass(kind, ParameterCache):  # Which calls came first is nothing of the model's.
+            return kind
         if issubclass(kind, nn.Module) and id(value) in self._paths:
             return "module", self._paths[id(value)]
         if depth == 0 or issubclass(kind, _NOT_READ):

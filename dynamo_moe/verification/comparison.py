@@ -32,7 +32,7 @@ from dynamo_moe.verification.exchange import Exchange
 from dynamo_moe.verification.loaded_files import LoadedFile, LoadedRanks, foreign_targets
 from dynamo_moe.verification.models import Case, Models
 from dynamo_moe.verification.ranks import own_file
-from dynamo_moe.verification.report import VerificationError, VerificationReport
+from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
 from dynamo_moe.verification.runtime import Runtime, RuntimeProcess, describe
 
 
@@ -122,6 +122,7 @@ def verify(
         reference = None if reference is None else unwrapped(reference)
         stored = load_graph(path) if exchange is None else own_file(path, exchange)
         proto = inlined(stored)
+        outputs = len(proto.graph.output)  # Loading adds those of the routing.
         if library:
             _need_operators(path, proto)
         is_default = tolerance is None
@@ -143,7 +144,7 @@ def verify(
         models = Models(
             model,
             reference,
-            len(proto.graph.output),
+            outputs,
             exchange,
             rounds=is_default and not file.missing,
             is_widened=bool(file.missing),
@@ -151,11 +152,10 @@ def verify(
         )
         try:
             results = [verified(file, models, trial, tolerance) for trial in trials]
-        except RefusedSizesError:
+        except RefusedSizesError as refused:
             if exchange is not None:
                 raise
-            trials = _drawn(proto, as_pictures=True)
-            results = [None, *(verified(file, models, trial, tolerance) for trial in trials)]
+            results = [None, *_results_of_pictures(file, models, proto, tolerance, refused)]
         computed, expanded = (
             file.moe_nodes() if library and isinstance(file, LoadedFile) else (None, ())
         )
@@ -174,6 +174,21 @@ def verify(
     if not report.passed:
         raise VerificationError(report)
     return report
+
+
+def _results_of_pictures(
+    file: LoadedFile | LoadedRanks,
+    models: Models,
+    proto: onnx.ModelProto,
+    tolerance: Tolerance,
+    refused: RefusedSizesError,
+) -> list[CaseResult | None]:
+    """Compares on inputs of sizes that pictures have, after others were refused."""
+    trials = _drawn(proto, as_pictures=True)
+    try:
+        return [verified(file, models, trial, tolerance) for trial in trials]
+    except RefusedSizesError:  # It says less of a model without pictures.
+        raise refused from refused.__cause__
 
 
 def _verify_parts(folder: Path, model: torch.nn.Module, **options: Any) -> VerificationReport:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dynamo_moe import pytree
 from dynamo_moe.private.pytorch import tensors_replaced
 from dynamo_moe.tolerances import Tolerance
+from dynamo_moe.weights.packed_linear import packed_layers
 
 _HALF = {torch.float16, torch.bfloat16}
 # Two runs that round alike, in another order, are about as far from the exact result.
@@ -29,9 +31,18 @@ def widened_case(case: Any) -> Any:
     return pytree.tree_map(_widened, case)
 
 
-def in_float32(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
     """Lets a model compute in float32, with its own weights as they are rounded."""
-    return tensors_replaced(model, lambda _, tensor: _widened(tensor))
+    packed = [each for each in packed_layers(model).values() if each.weight_dtype in _HALF]
+    try:
+        for layer in packed:
+            layer.is_widened = True
+        with tensors_replaced(model, lambda _, tensor: _widened(tensor)):
+            yield
+    finally:
+        for layer in packed:
+            layer.is_widened = False
 
 
 def _widened(value: Any) -> Any:

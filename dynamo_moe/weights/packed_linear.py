@@ -30,10 +30,12 @@ class PackedLinear(nn.Linear):
     Attributes:
         weight_format: One of :data:`custom_ops.packed_weights.ENCODINGS`.
         weight_dtype: The dtype of the decoded weight, which casts of the model change.
+        is_widened: Whether the weight, rounded to that dtype, is in float32.
     """
 
     weight_format: str
     weight_dtype: torch.dtype
+    is_widened: bool = False
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # Of a plain layer, an attribute.
@@ -46,7 +48,8 @@ class PackedLinear(nn.Linear):
             return self._lazy()
         encoding = ENCODINGS[self.weight_format]
         wide = torch.promote_types(self.weight_dtype, torch.float32)
-        return encoding.decode(*packed, dtype=wide).to(self.weight_dtype)
+        rounded = encoding.decode(*packed, dtype=wide).to(self.weight_dtype)
+        return rounded.float() if self.is_widened else rounded
 
     def packed(self) -> PackedWeight:
         """Returns the tensors of the weight, of ``[N, K]``."""

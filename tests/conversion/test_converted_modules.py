@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import dynamo_moe
 from dynamo_moe.modules import ConvertedModule
@@ -497,3 +498,45 @@ def test_one_weight_in_the_file_for_all_experts(tmp_path: Path) -> None:
         "0.experts.0-3.w2.weight": [4, 16, 24],
     }
     assert dynamo_moe.verify(tmp_path / "m.onnx", model).passed
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Listed() for _ in range(5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_a_model_that_has_run_gives_the_same_file(tmp_path: Path) -> None:
+    """The first call stacks the experts' weights, which the module then keeps."""
+    model = Stack().eval()
+    dynamo_moe.convert(model)
+    files = []
+    for name in ("fresh", "exported", "run"):
+        path = tmp_path / f"{name}.onnx"
+        report = dynamo_moe.export(model, torch.randn(2, 16), path)
+        assert report.blocks[0] == "5 of ConvertedListed: 3 traced"
+        files.append(path.read_bytes())
+        if name == "exported":
+            with torch.no_grad():
+                model(torch.randn(3, 16))
+    assert len({*files}) == 1
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_forward_mode_derivatives_are_those_of_its_own_forward(trained: bool) -> None:
+    original = Listed().eval().requires_grad_(trained)
+    model = copy.deepcopy(original)
+    dynamo_moe.convert(model)
+    x, direction = torch.randn(5, 16), torch.randn(5, 16)
+    expected, result = (
+        torch.func.jvp(lambda x, each=each: each(x), (x,), (direction,))[1]
+        for each in (original, model)
+    )
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(result, expected)
+    with forward_ad.dual_level():
+        y = model(forward_ad.make_dual(x, direction))
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)

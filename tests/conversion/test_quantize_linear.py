@@ -428,3 +428,32 @@ def test_a_layer_that_is_routed_by_its_own_code(tmp_path: Path) -> None:
     dynamo_moe.quantize(model, linear="int4")
     dynamo_moe.export(model, (tokens(5),), tmp_path / "m.onnx")
     assert dynamo_moe.verify(tmp_path / "m.onnx", model).passed
+
+
+@pytest.mark.parametrize("target", ["plugin", "onnxruntime"])
+def test_our_sessions_round_no_tokens(target: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = nn.Sequential(nn.Linear(64, 32)).eval(), tmp_path / "m.onnx"
+    dynamo_moe.quantize(model, None, linear="int4", group=32)
+    x = torch.randn(7, 64)
+    dynamo_moe.export(model, x, path, target=target)
+    feeds = {"input": x.numpy()}
+    [result] = dynamo_moe.session(path).run(None, feeds)
+    torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-5, atol=1e-5)
+    if target == "plugin":
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+        [rounded] = dynamo_moe.session(path, options=options).run(None, feeds)
+        assert np.abs(rounded - result).max() > 1e-3  # Options of a user's stay.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("opset", [None, 18])
+def test_half_precision(dtype: torch.dtype, opset: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32)
+    model, path = nn.Sequential(*layers).eval().to(dtype), tmp_path / "m.onnx"
+    dynamo_moe.quantize(model, None, linear="int8")
+    dynamo_moe.export(model, torch.randn(2, 64, dtype=dtype), path, opset=opset)
+    assert dynamo_moe.verify(path, model).passed
+    assert model(torch.randn(2, 64, dtype=dtype)).dtype == dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import onnx
@@ -298,6 +299,26 @@ def test_args_that_are_no_tuple(tmp_path: Path, args: object) -> None:
 def test_destination_that_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
         dynamo_moe.export(nn.Identity(), torch.randn(2, 16), tmp_path)
+
+
+def test_destination_that_is_no_file(tmp_path: Path) -> None:
+    """Renamed over it, the file would take the place of a device such as /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FileExistsError, match="pipe is no file, and would be replaced by one"):
+        dynamo_moe.export(nn.Identity(), torch.randn(2, 16), pipe)
+    assert pipe.is_fifo()
+
+
+def test_destination_behind_a_link(tmp_path: Path) -> None:
+    link, file = tmp_path / "link.onnx", tmp_path / "there" / "model.onnx"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    report = dynamo_moe.export(nn.Linear(16, 64), torch.randn(2, 16), link, external_data=True)
+    assert report.path == file
+    assert {path.name for path in file.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert link.readlink() == file
+    assert dynamo_moe.inspect(link)
 
 
 def test_names_follow_the_arguments_whatever_their_order(tmp_path: Path) -> None:

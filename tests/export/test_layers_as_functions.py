@@ -302,3 +302,20 @@ def test_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--layers-as-functions"])
     assert not done.exit_code, done.output
     assert list(calls_of(out)) == ["Block"]
+
+
+class Attending(MoEBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + F.scaled_dot_product_attention(x, x, x))
+
+
+def test_the_librarys_operators_in_functions_of_unknown_sizes(tmp_path: Path) -> None:
+    """A size that it does not know is the number -1 for the runtime, which operators then read."""
+    model = nn.Sequential(*(Attending() for _ in range(4))).eval()
+    dynamo_moe.convert(model)
+    x, path = torch.randn(2, 5, WIDTH), tmp_path / "m.onnx"
+    sizes = {"input": {0: "batch", 1: "tokens"}}
+    dynamo_moe.export(model, x, path, layers_as_functions=True, dynamic_shapes=sizes)
+    x = torch.randn(3, 9, WIDTH)
+    [y] = dynamo_moe.session(path).run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x), rtol=1e-4, atol=1e-5)

@@ -637,6 +637,9 @@ def test_sizes_among_results_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     dynamo_moe.export(Sized(), torch.randn(2, 3), path)
     assert dynamo_moe.verify(path, Sized()).passed
+    with_experts = nn.Sequential(OpLayer(), Sized()).eval()  # Whose routing is compared, too.
+    dynamo_moe.export(with_experts, torch.randn(2, 16), tmp_path / "experts.onnx")
+    assert dynamo_moe.verify(tmp_path / "experts.onnx", with_experts).passed
     other = Sized()
     other.forward = lambda x: (x + 1, 4, 1.0)  # type: ignore[method-assign]
     with pytest.raises(dynamo_moe.VerificationError):

@@ -343,3 +343,18 @@ def test_a_check_is_remembered_for_all_that_looks_alike() -> None:
     for tokens in range(3000):
         check(x.expand(tokens, 2, 3), 1)
     assert check(x, 2, gated=True) == ((2,), {"gated": True})
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_forward_mode_derivatives_are_refused(trained: bool) -> None:
+    """Without gradients of anything, PyTorch would take them for zeros."""
+    x, router = torch.randn(2, 5, 4), torch.randn(3, 4)
+    w1, w2 = torch.randn(3, 8, 4, requires_grad=trained), torch.randn(3, 4, 8)
+    ids, weights = torch.zeros(2, 5, 1, dtype=torch.int64), torch.ones(2, 5, 1)
+    for function in (
+        lambda x: custom_ops.dropless(x, router, w1, None, w2, None, top_k=2),
+        lambda x: custom_ops.experts(x, ids, weights, w1, None, w2, None),
+        lambda x: custom_ops.rms_norm(x, torch.ones(4), 1e-6),
+    ):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))

@@ -46,15 +46,18 @@ def cases(
             "renormalize": draw(st.booleans()),
             "routed_scaling": draw(st.sampled_from([1.0, 0.5, 2.5])),
         }
+    dtype, x_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(dtypes))
+    # Errors are relative to the RMS of the result, and one number may be small by chance.
+    narrowest = 8 if {dtype, x_dtype} & {torch.float16, torch.bfloat16} else 1
     case = make_case(
         op,
         (draw(st.integers(0, 17)),),
-        width=draw(st.integers(1, 20)),
+        width=draw(st.integers(narrowest, 20)),
         hidden=draw(st.integers(1, 20)),
         experts=experts,
         top_k=top_k,
-        dtype=draw(st.sampled_from(dtypes)),
-        x_dtype=draw(st.sampled_from(dtypes)),
+        dtype=dtype,
+        x_dtype=x_dtype,
         biases=draw(st.booleans()),
         selection_bias=op == "dropless" and draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),

@@ -77,13 +77,34 @@ OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
   return Give(computed.api(), Caught([&] { return computed.Compute(context); }));
 }
 
-// y has x's shape and type.
+// Whether each size of a tensor is a number or has a name.
+Status HasShape(const Api& api, const OrtTensorTypeAndShapeInfo* tensor, bool* has_shape) {
+  std::size_t rank = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetDimensionsCount(tensor, &rank)));
+  std::vector<std::int64_t> sizes(rank);
+  std::vector<const char*> names(rank);
+  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetDimensions(tensor, sizes.data(), rank)));
+  DYNAMO_MOE_RETURN_IF_ERROR(Take(api, api.GetSymbolicDimensions(tensor, names.data(), rank)));
+  *has_shape = true;
+  for (std::size_t axis = 0; axis < rank; ++axis) {
+    *has_shape = *has_shape && (sizes[axis] >= 0 || *names[axis] != '\0');
+  }
+  return {};
+}
+
+// y has x's shape and type. The runtime would take a size that it does not know for the number -1.
 OrtStatus* InferShape(const CustomOp* self, OrtShapeInferContext* context) {
   const Api& api = Self(self).api;
-  OrtTensorTypeAndShapeInfo* x = nullptr;
-  OrtStatus* const status = api.ShapeInferContext_GetInputTypeShape(context, 0, &x);
-  // The runtime releases it with the context.
-  return status != nullptr ? status : api.ShapeInferContext_SetOutputTypeShape(context, 0, x);
+  return Give(api, Caught([&]() -> Status {
+                OrtTensorTypeAndShapeInfo* x = nullptr;  // The runtime releases it.
+                DYNAMO_MOE_RETURN_IF_ERROR(
+                    Take(api, api.ShapeInferContext_GetInputTypeShape(context, 0, &x)));
+                bool has_shape = false;
+                DYNAMO_MOE_RETURN_IF_ERROR(HasShape(api, x, &has_shape));
+                return has_shape
+                           ? Take(api, api.ShapeInferContext_SetOutputTypeShape(context, 0, x))
+                           : Status();
+              }));
 }
 // NOLINTEND(misc-const-correctness)
 

@@ -83,6 +83,8 @@ using Task = void (*)(void* data, std::size_t index);
         OrtStatus*(const OrtTensorTypeAndShapeInfo* info, std::size_t* rank))                      \
   ENTRY(GetDimensions, 62,                                                                         \
         OrtStatus*(const OrtTensorTypeAndShapeInfo* info, std::int64_t* sizes, std::size_t rank))  \
+  ENTRY(GetSymbolicDimensions, 63,                                                                 \
+        OrtStatus*(const OrtTensorTypeAndShapeInfo* info, const char** names, std::size_t rank))   \
   ENTRY(GetTensorTypeAndShape, 65,                                                                 \
         OrtStatus*(const OrtValue* value, OrtTensorTypeAndShapeInfo** info))                       \
   ENTRY(CreateCpuMemoryInfo, 69,                                                                   \
