@@ -129,6 +129,7 @@ def experts_packed(
         ValueError: As of :func:`custom_ops.experts`; if the format is unknown, or groups do not
             divide a row or differ between the weights.
         TypeError: If a dtype is not supported.
+        NotImplementedError: If forward-mode derivatives are taken, as in ``torch.func.jvp``.
 
     Example:
         >>> import torch
@@ -197,6 +198,7 @@ def dropless_packed(
     Raises:
         ValueError: If a shape, device or option does not fit.
         TypeError: If a dtype is not supported.
+        NotImplementedError: If forward-mode derivatives are taken, as in ``torch.func.jvp``.
     """
     check_keywords(dropless_packed, {**options})
     check_no_tangents(x, router_weight)

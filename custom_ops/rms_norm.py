@@ -53,6 +53,7 @@ def rms_norm(
     Raises:
         ValueError: If a shape, a device or ``eps`` does not fit.
         TypeError: If a dtype is not supported.
+        NotImplementedError: If forward-mode derivatives are taken, as in ``torch.func.jvp``.
 
     Example:
         >>> import torch

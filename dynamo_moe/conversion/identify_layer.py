@@ -208,6 +208,8 @@ def side_effects(
             )
         if line is not None:
             notes.append(f"its router decides by values at {line}, which an export may refuse")
+    if isinstance(spec.routing, ProbedRouting):
+        notes.append("its own loop over the experts stays beside the node, and takes its time")
     if identified.draws:
         notes.append("it draws random numbers in evaluation mode too, as a file of it does")
     if any(value.kind == "zero" for value in spec.return_values()):

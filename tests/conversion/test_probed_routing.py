@@ -466,8 +466,9 @@ def test_the_report_names_where_a_value_becomes_a_number(tmp_path: Path) -> None
     (replaced,) = dynamo_moe.convert(layer).replaced
     assert isinstance(layer._dynamo_moe_spec.routing, ProbedRouting)
     line = "`return super().start(x_TD) + int((x_TD > 1e9).sum())`"
-    (note,) = replaced.notes
+    note, cost = replaced.notes
     assert line in note
+    assert cost == "its own loop over the experts stays beside the node, and takes its time"
     with pytest.raises(dynamo_moe.ExportError, match=re.escape(line)):
         dynamo_moe.export(layer, (torch.randn(2, 5, WIDTH),), tmp_path / "model.onnx")
 

@@ -12,14 +12,10 @@ PACKED_MATRIX = ["onnxruntime/few_rows.cc", "onnxruntime/packed_matrix.cc", "bun
 ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("sanitizer", "widest"),
-    [
-        ("undefined", 128),
-        ("address", 512),
-        pytest.param("address", 256, marks=pytest.mark.every),
-    ],
+    [("undefined", 128), ("address", 512), ("address", 256)],
 )
 @pytest.mark.parametrize(
     ("name", "sources", "said"),
@@ -29,7 +25,6 @@ ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
     ],
     ids=["packed_matrix", "activation"],
 )
-@pytest.mark.each_value
 def test_results_are_right_and_nothing_beyond_is_read(
     name: str, sources: list[str], said: str, sanitizer: str, widest: int
 ) -> None:

@@ -50,7 +50,7 @@ TWO = [
     "communicator",
     "unjoined",
 ]
-FOUR = ["training", "split_tokens", "idle", "grouped"]
+FOUR = ["split_tokens", "idle", "grouped"]
 
 
 def test_ranks_compute_the_whole_model() -> None:

@@ -120,7 +120,7 @@ def check(call: Call, case: Case) -> None:
 
 @pytest.mark.parametrize("order", [first_used, last_used])
 @pytest.mark.parametrize("resident", [1, 2, 5])
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 def test_any_sequence_of_routings(driver, resident, order):
     gpu, choose = Gpu(driver), seeded(resident)
     base = small_case(3)
