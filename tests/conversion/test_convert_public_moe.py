@@ -58,11 +58,13 @@ FURTHER = {
     "dbrx-norm-2",
     "deepspeed-top1-residual",
     "deepspeed-top2-keep-all",
+    "hunyuan-large",
     "lucidrains-hierarchical",
     "lucidrains-top2-random",
     "lucidrains-top2-threshold",
     "megablocks-dmoe-glu",
     "torchscale-top1",
+    "torchscale-top2-keeps-all",
     "transformers4-gpt-oss",
 }
 # Batch, length and seed.

@@ -60,7 +60,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, 32, generator=generator).to(dtype)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("body", ["loop", "unrolled"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", OPS)

@@ -224,7 +224,7 @@ def exported(request, tmp_path_factory) -> tuple[nn.Module, Callable[[int], Tens
 
 
 @pytest.mark.parametrize("size", [2, 7])
-@pytest.mark.first(7)
+@pytest.mark.first(5)
 def test_loss_and_gradients_are_those_of_pytorch(exported, size):
     model, batch, file = exported
     x, y = batch(size), labels(size)

@@ -134,6 +134,7 @@ def test_a_layer_is_one_node_in_each_direction(exported):
 
 
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.first(3)
 def test_loss_and_gradients_are_those_of_the_original(exported, size):
     name, original, _, path = exported
     torch.manual_seed(size)

@@ -23,7 +23,7 @@ from picture_models import PICTURE, PICTURE_MODELS
 TASK: Any = "image-text-to-text"
 # Of text whose places are counted on three axes, and added features; of patches that say their
 # places, and tokens of a picture that see one another. Llava's pictures have one size.
-FEW = ("qwen3_vl_moe", "gemma4")
+FEW = ("qwen3_vl_moe",)
 START, END = 62, 63
 
 

@@ -272,6 +272,7 @@ def test_on_fakes(op: str, changes: dict[str, Any], error: type[Exception], reas
 
 
 @refused
+@pytest.mark.first(40)
 def test_in_a_compile(
     op: str, changes: dict[str, Any], error: type[Exception], reason: str
 ) -> None:

@@ -250,6 +250,7 @@ def test_gradients_are_those_of_the_decoded(op: str, biases: bool, weight_format
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("weight_format", ENCODINGS)
 @both_ops
 def test_opcheck(op: str, weight_format: str) -> None:

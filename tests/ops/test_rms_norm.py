@@ -299,7 +299,7 @@ def check(path: Path, model: Norms) -> None:
     dynamo_moe.verify(path, model, cases, tolerance=tolerance_for({dtype}))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("opset", [18, 20, 23])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_node_with_a_body(tmp_path: Path, dtype: torch.dtype, opset: int) -> None:

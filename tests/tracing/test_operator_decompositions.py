@@ -303,6 +303,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.first(20)
 def test_symbolic_sizes(tmp_path: Path, retraces, function: Function) -> None:
     torch.manual_seed(0)
     model, path = Call(function), tmp_path / "m.onnx"

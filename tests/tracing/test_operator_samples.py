@@ -98,6 +98,7 @@ def check(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMON)
+@pytest.mark.first(25)
 def test_common_operators(name: str) -> None:
     for number, model, expected in models(name, "float32", count=2):
         result, why = outcome(ours, model, expected)

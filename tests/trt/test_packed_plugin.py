@@ -207,6 +207,7 @@ OFFLOADED = "2"
 @pytest.mark.parametrize(
     "form", ["int4", "int4 zero points", "mxfp4", "fp8", "fp8 whole", "nvfp4", "int8"]
 )
+@pytest.mark.each_value
 def test_offloaded_experts(driver, tensorrt, tmp_path, form):
     case = small_case(form, "dropless", activation="silu", gated=True)
     given, inputs = offloaded_node(driver, case, tmp_path, slots=2)
