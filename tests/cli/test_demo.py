@@ -23,7 +23,7 @@ from dynamo_moe.demo.pipeline import DemoResult, FileResult
 from dynamo_moe.tolerances import tolerance_for
 from engine_checks import checked_engine
 
-EPOCHS = 10
+EPOCHS = 8
 FLOOR = 0.9
 FILES = ["plugin.onnx", "plugin_fp16.onnx", "dense.onnx", "onnxruntime.onnx"]
 

@@ -371,7 +371,7 @@ def test_only_floating_dtypes(qwen: Path) -> None:
         dynamo_moe.open_checkpoint(qwen, dtype=torch.int8)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_memory_of_a_larger_checkpoint(tmp_path: Path) -> None:
     """400 MB of weights pass through a process that never holds 200 MB more than before."""
     options = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2}

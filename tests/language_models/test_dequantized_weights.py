@@ -221,6 +221,7 @@ def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("stored_as", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.each_value
 def test_every_number_is_the_decoded_one(
     form: str, stored_as: torch.dtype, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -50,7 +50,7 @@ TWO = [
     "communicator",
     "unjoined",
 ]
-FOUR = ["split_tokens", "idle", "grouped"]
+FOUR = ["idle", "grouped"]
 
 
 def test_ranks_compute_the_whole_model() -> None:
@@ -60,6 +60,7 @@ def test_ranks_compute_the_whole_model() -> None:
     assert done.stdout.split("\n")[:-1] == [f"passed {case} on {ranks}" for case, ranks in passed]
 
 
+@pytest.mark.every
 def test_a_rank_that_fails_ends_the_others() -> None:
     done = started(PROGRAM, "2", "failing")
     assert done.returncode != 0

@@ -243,9 +243,8 @@ def compile_and_check(planned: ForwardPlan, jobs: int) -> None:
     check_program(bundle.programs[0], planned)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize(("name", "device"), ONE_EACH)
-@pytest.mark.first(1)
 def test_every_kernel_compiles_and_takes_what_is_passed(name: str, device: str) -> None:
     """Of a layer's ranges of tokens the last that has a kernel: its tiles are the largest."""
     planned = plan(parse_spec(SPECS[name]), architecture(device))
