@@ -209,7 +209,6 @@ def test_packed_projections_are_not_joined(tmp_path: Path) -> None:
     assert dynamo_moe.verify(report.path, load_checkpoint(folder, dtype=torch.float32)).passed
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "form",
     [
