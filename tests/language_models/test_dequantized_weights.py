@@ -187,7 +187,7 @@ def types_of(path: Path) -> Counter[str]:
         ("GPTQ by activation", LAYERS),
     ],
 )
-@pytest.mark.first(4)
+@pytest.mark.first(6)
 def test_the_file_computes_what_the_decoded_model_does(
     form: str, layers: int, tmp_path: Path
 ) -> None:
