@@ -12,10 +12,11 @@ PACKED_MATRIX = ["onnxruntime/few_rows.cc", "onnxruntime/packed_matrix.cc", "bun
 ACTIVATION = ["onnxruntime/activation.cc", "node/node.cc", "bundle/layer.cc"]
 
 
-@pytest.mark.every
+@pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("sanitizer", "widest"),
-    [("undefined", 128), ("address", 512), ("address", 256)],
+    [("address", 128), ("undefined", 128), ("address", 512), ("address", 256)],
 )
 @pytest.mark.parametrize(
     ("name", "sources", "said"),
