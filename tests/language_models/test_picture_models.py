@@ -109,7 +109,6 @@ def exporting() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", exporting())
-@pytest.mark.first(1)
 def test_16_greedy_tokens(name: str, tmp_path: Path) -> None:
     """The same as transformers', of pictures in both rows, in one, and in none."""
     original, model = PICTURE_MODELS[name].build(), PICTURE_MODELS[name].build()
